@@ -96,6 +96,4 @@ def __getattr__(name: str) -> Any:
     """Import one of the names above."""
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
-    if name.endswith("Error"):
-        return getattr(importlib.import_module("multienv.errors"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,10 +4,8 @@ The Python code is the reference, line for line:
 
     Words           control words                       a memoryview
     Parts, ask      the trainer's requests              recovery/hot_path.py
-    Integers        an action that is an integer        wire/actions.py
-    Reader, take    the trainer's answers               wire/codecs.py, recovery/hot_path.py
-    RowsStep        a worker's step of several envs     worker/rows.py
-    ExactStep       a worker's step of one env          worker/exact.py
+    Hot, take       the trainer's answers               wire/codecs.py, recovery/hot_path.py
+    Step            a worker's step                     worker/stepper.py
     serve           a worker's loop                     worker/main.py
     write_digests   digests of observations             wire/digests.py
 
@@ -22,6 +20,7 @@ No signal handler of Python's runs inside these functions but where they call Py
 #include <structmember.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
@@ -171,86 +170,62 @@ static PyTypeObject WordsType = {
 
 /* --- objects and names of the reference --------------------------------------------------------------------------- */
 
-/* Attributes of the objects that the reference works on. Where a class has one of them in its __slots__ it is read and
-   written in its place, which is a tenth of what looking it up takes. */
+/* An attribute of the objects that the reference works on. It is read and written in its place in the object, which is a
+   tenth of what looking it up takes: so it must be in the __slots__ of the object's class. */
 typedef struct {
     PyObject *name;
-    PyTypeObject *type; /* of the last object that had it in a slot */
+    PyTypeObject *type; /* of the last object that was asked about */
     Py_ssize_t offset;
 } Field;
 
-#define FIELDS(X)                                                                                                      \
-    X(after) X(answers) X(asked_by) X(buffers) X(columns) X(elements) X(encode) X(entries) X(flags) X(is_due)          \
-    X(journal) X(last_answer) X(limit) X(lock) X(looks) X(maintenance) X(meanings) X(number) X(pending) X(read)        \
-    X(record) X(recording) X(records) X(recycling) X(rows) X(seen) X(started) X(state) X(steps) X(until) X(wanted)     \
-    X(words)
-#define NAMES(X)                                                                                                       \
-    X(acquire) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout) X(look_at_limits) X(note_beginning)           \
-    X(note_ends) X(note_starts) X(release) X(rewards) X(ring) X(rows) X(shown) X(terminated) X(view)    \
+#define NAMES(X) X(acquire) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout) X(look_at_limits)               \
+    X(note_beginning) X(note_ends) X(note_starts) X(release) X(view) X(wanted)      \
     X(with_infos)
 #define CONSTANTS(X) X(LOOKING) X(MISSING) X(MultienvError) X(RUNNING) X(SAMPLE) X(monotonic) X(_BEGINS) X(_PATIENCE)
 
-#define DECLARE_FIELD(word) static Field f_##word;
 #define DECLARE_NAME(word) static PyObject *s_##word;
-FIELDS(DECLARE_FIELD)
-static Field f_limit_of_pending; /* another class's `limit`, which would only take turns in the place of the first */
 NAMES(DECLARE_NAME)
 CONSTANTS(DECLARE_NAME)
+static Field f_buffers, f_lock;
 
-/* Learns where objects of this type have a field. */
-static int
-find_slot(PyObject *object, Field *field)
+static PyObject **
+place_of(PyObject *object, Field *field)
 {
-    PyObject *found = PyObject_GetAttr((PyObject *)Py_TYPE(object), field->name);
-    if (found == NULL) {
-        PyErr_Clear(); /* it has none in its class; whatever else this is comes again when it is read */
-        return 0;
-    }
-    int is_slot = Py_IS_TYPE(found, &PyMemberDescr_Type) && PyType_IsSubtype(Py_TYPE(object), PyDescr_TYPE(found));
-    if (is_slot) {
-        PyMemberDef *member = ((PyMemberDescrObject *)found)->d_member;
-        is_slot = member->type == T_OBJECT_EX && !(member->flags & READONLY);
-        if (is_slot) {
-            field->offset = member->offset;
-            Py_XSETREF(field->type, (PyTypeObject *)Py_NewRef(Py_TYPE(object)));
+    if (!Py_IS_TYPE(object, field->type)) {
+        PyObject *found = PyObject_GetAttr((PyObject *)Py_TYPE(object), field->name);
+        PyMemberDef *member = NULL;
+        if (found != NULL && Py_IS_TYPE(found, &PyMemberDescr_Type) &&
+            PyType_IsSubtype(Py_TYPE(object), PyDescr_TYPE(found))) {
+            member = ((PyMemberDescrObject *)found)->d_member;
         }
+        Py_XDECREF(found);
+        if (member == NULL || member->type != T_OBJECT_EX || member->flags & READONLY) {
+            return (PyObject **)PyErr_Format(PyExc_TypeError, "%s has no slot for %U", Py_TYPE(object)->tp_name, field->name);
+        }
+        field->offset = member->offset;
+        Py_XSETREF(field->type, (PyTypeObject *)Py_NewRef(Py_TYPE(object)));
     }
-    Py_DECREF(found);
-    return is_slot;
-}
-
-static inline PyObject **
-slot_of(PyObject *object, Field *field)
-{
     return (PyObject **)((char *)object + field->offset);
 }
 
-/* New reference. */
-static PyObject *
-get(PyObject *object, Field *field)
+static PyObject **
+place_named(PyObject *object, const char *name)
 {
-    if (Py_IS_TYPE(object, field->type) || find_slot(object, field)) {
-        PyObject *value = *slot_of(object, field);
-        if (value != NULL) {
-            return Py_NewRef(value);
-        }
-    }
-    return PyObject_GetAttr(object, field->name);
+    Field field = {PyUnicode_FromString(name)};
+    PyObject **place = field.name == NULL ? NULL : place_of(object, &field);
+    Py_XDECREF(field.name);
+    Py_XDECREF(field.type);
+    return place;
 }
 
-static int
-put(PyObject *object, Field *field, PyObject *value)
+static inline void
+put(PyObject **place, PyObject *value)
 {
-    if (Py_IS_TYPE(object, field->type) || find_slot(object, field)) {
-        Py_XSETREF(*slot_of(object, field), Py_NewRef(value));
-        return 0;
-    }
-    return PyObject_SetAttr(object, field->name, value);
+    Py_XSETREF(*place, Py_NewRef(value));
 }
 
 /* The names of recovery/hot_path.py. Constants are looked up there in each call, as the reference does. */
 static PyObject *reference;
-static Py_ssize_t REQUEST, REPLY, REPLY_PAYLOAD, WORKER_SLEEPS;
 
 static PyObject *
 constant(PyObject *name) /* borrowed */
@@ -271,42 +246,6 @@ number_constant(PyObject *name, double *number)
 }
 
 static int
-get_number(PyObject *object, Field *field, long long *number)
-{
-    PyObject *found = get(object, field);
-    if (found == NULL) {
-        return -1;
-    }
-    *number = PyLong_AsLongLong(found);
-    Py_DECREF(found);
-    return *number == -1 && PyErr_Occurred() ? -1 : 0;
-}
-
-static int
-get_truth(PyObject *object, Field *field)
-{
-    PyObject *found = get(object, field);
-    if (found == NULL) {
-        return -1;
-    }
-    int is_true = PyObject_IsTrue(found);
-    Py_DECREF(found);
-    return is_true;
-}
-
-/* Whether a field holds this very object. */
-static int
-is_here(PyObject *object, Field *field, PyObject *expected)
-{
-    PyObject *found = get(object, field);
-    if (found == NULL) {
-        return -1;
-    }
-    Py_DECREF(found);
-    return found == expected;
-}
-
-static int
 called(PyObject *result) /* of a method whose value does not matter */
 {
     Py_XDECREF(result);
@@ -323,47 +262,49 @@ time_from_now(double seconds)
     return PyErr_Occurred() ? NULL : PyFloat_FromDouble(time + seconds);
 }
 
-/* Names of multienv.wire, and types of numpy, learned when they are first needed. */
-static Py_ssize_t STEP, SKIPPED, INT, ARRAY, SLOT, BUSY, TRAINER_SLEEPS;
-static PyTypeObject *ndarray, *float64;
+/* The number that an attribute of an object is. */
+static int
+number_at(PyObject *object, const char *name, Py_ssize_t *number)
+{
+    PyObject *found = PyObject_GetAttrString(object, name);
+    *number = found == NULL ? -1 : PyLong_AsSsize_t(found);
+    Py_XDECREF(found);
+    return *number == -1 && PyErr_Occurred() ? -1 : 0;
+}
 
-/* Learns numbers and types by their names. */
+/* Numbers of multienv.wire, and types of numpy, learned when they are first needed. */
+#define BANKS(X) X(STEP) X(SKIPPED) X(IRREGULAR)
+#define ACTIONS(X) X(INT) X(ARRAY)
+#define WORDS(X) X(REQUEST) X(REPLY) X(REPLY_PAYLOAD) X(WORKER_SLEEPS) X(TRAINER_SLEEPS) X(SLOT) X(BUSY)
+#define DECLARE_NUMBER(word) static Py_ssize_t word;
+BANKS(DECLARE_NUMBER)
+ACTIONS(DECLARE_NUMBER)
+WORDS(DECLARE_NUMBER)
+static PyObject *ndarray, *float64;
+
 static int
 learn_names(void)
 {
-    struct { const char *module, *name; Py_ssize_t *place; } numbers[] = {
-        {"multienv.wire.banks", "STEP", &STEP},           {"multienv.wire.banks", "SKIPPED", &SKIPPED},
-        {"multienv.wire.actions", "INT", &INT},           {"multienv.wire.actions", "ARRAY", &ARRAY},
-        {"multienv.wire.segment", "SLOT", &SLOT},         {"multienv.wire.segment", "BUSY", &BUSY},
-        {"multienv.wire.segment", "REQUEST", &REQUEST},   {"multienv.wire.segment", "REPLY", &REPLY},
-        {"multienv.wire.segment", "REPLY_PAYLOAD", &REPLY_PAYLOAD},
-        {"multienv.wire.segment", "WORKER_SLEEPS", &WORKER_SLEEPS},
-        {"multienv.wire.segment", "TRAINER_SLEEPS", &TRAINER_SLEEPS},
-    };
-    struct { const char *name; PyTypeObject **place; } types[] = {{"float64", &float64}, {"ndarray", &ndarray}};
     if (ndarray != NULL) {
         return 0;
     }
-    for (size_t each = 0; each < sizeof numbers / sizeof *numbers; each++) {
-        PyObject *module = PyImport_ImportModule(numbers[each].module);
-        PyObject *found = module == NULL ? NULL : PyObject_GetAttrString(module, numbers[each].name);
-        *numbers[each].place = found == NULL ? -1 : PyLong_AsSsize_t(found);
-        Py_XDECREF(module);
-        Py_XDECREF(found);
-        if (PyErr_Occurred()) {
-            return -1;
-        }
-    }
-    for (size_t each = 0; each < sizeof types / sizeof *types; each++) {
-        PyObject *numpy = PyImport_ImportModule("numpy");
-        PyObject *found = numpy == NULL ? NULL : PyObject_GetAttrString(numpy, types[each].name);
-        Py_XDECREF(numpy);
-        if (found == NULL) {
-            return -1;
-        }
-        *types[each].place = (PyTypeObject *)found;
-    }
-    return 0;
+    PyObject *banks = PyImport_ImportModule("multienv.wire.banks"), *actions = PyImport_ImportModule("multienv.wire.actions"),
+             *segment = PyImport_ImportModule("multienv.wire.segment"), *numpy = PyImport_ImportModule("numpy");
+    int failed = banks == NULL || actions == NULL || segment == NULL || numpy == NULL;
+#define LEARN_FROM(module, word) failed = failed || number_at(module, #word, &word) < 0;
+#define LEARN_OF_BANKS(word) LEARN_FROM(banks, word)
+#define LEARN_OF_ACTIONS(word) LEARN_FROM(actions, word)
+#define LEARN_OF_WORDS(word) LEARN_FROM(segment, word)
+    BANKS(LEARN_OF_BANKS)
+    ACTIONS(LEARN_OF_ACTIONS)
+    WORDS(LEARN_OF_WORDS)
+    failed = failed || (float64 = PyObject_GetAttrString(numpy, "float64")) == NULL ||
+             (ndarray = PyObject_GetAttrString(numpy, "ndarray")) == NULL;
+    Py_XDECREF(banks);
+    Py_XDECREF(actions);
+    Py_XDECREF(segment);
+    Py_XDECREF(numpy);
+    return failed ? -1 : 0;
 }
 
 /* --- actions ---------------------------------------------------------------------------------------------------------
@@ -463,29 +404,6 @@ static PyTypeObject PartsType = {
     .tp_as_sequence = &parts_sequence,
 };
 
-/* The two records of a channel as a tuple, if each is a memoryview of so many bytes at the least; new reference. */
-static PyObject *
-checked_records(PyObject *given, Py_ssize_t least)
-{
-    PyObject *records = PySequence_Tuple(given);
-    int fits = records != NULL && PyTuple_GET_SIZE(records) == 2;
-    for (Py_ssize_t side = 0; fits && side < 2; side++) {
-        PyObject *record = PyTuple_GET_ITEM(records, side);
-        fits = PyMemoryView_Check(record) && PyMemoryView_GET_BUFFER(record)->len >= least;
-    }
-    if (records != NULL && !fits) {
-        Py_CLEAR(records);
-        PyErr_SetString(PyExc_TypeError, "a channel has two records, each long enough");
-    }
-    return records;
-}
-
-static char *
-bank_of(PyObject *records, int64_t request)
-{
-    return PyMemoryView_GET_BUFFER(PyTuple_GET_ITEM(records, request & 1))->buf;
-}
-
 /* --- infos of numbers --------------------------------------------------------------------------------------------- */
 
 /* The infos of one reply, as long as they are numbers of the names and types of the last ones. */
@@ -517,7 +435,7 @@ learn_infos(Infos *infos, PyObject *columns, Py_ssize_t slots)
     if (columns == Py_None) {
         return 0;
     }
-    if (!PyTuple_CheckExact(columns) || PyTuple_GET_SIZE(columns) != 4) {
+    if (!PyTuple_CheckExact(columns) || PyTuple_GET_SIZE(columns) < 4) {
         PyErr_SetString(PyExc_TypeError, "numbers of infos have names, types, formats and a head");
         return -1;
     }
@@ -623,529 +541,347 @@ begins_with(Py_buffer *place, Py_ssize_t length, PyObject *head)
     return length <= place->len && size <= length && memcmp(place->buf, PyBytes_AS_STRING(head), size) == 0;
 }
 
-/* Takes the two places where payload lies. */
+/* --- one worker, as the trainer's hot path sees it -------------------------------------------------------------------
+
+Made once for each process. What it reads of the objects of the reference, and writes there, it finds by the places of
+their attributes. They have it, and it has them: so the garbage collector goes through it. */
+
+enum { SUPERVISOR, POSITION, PENDING, MAINTENANCE, JOURNAL, ANSWERS, OWNERS };
+#define PLACES(X)                                                                                                      \
+    X(SUPERVISOR, asked_by) X(SUPERVISOR, last_answer) X(SUPERVISOR, state) X(POSITION, number) X(POSITION, seen)      \
+    X(POSITION, steps) X(PENDING, limit) X(PENDING, step_limit) X(PENDING, until) X(MAINTENANCE, is_due)               \
+    X(MAINTENANCE, recycling) X(JOURNAL, entries) X(JOURNAL, recording) X(ANSWERS, started)
+/* What it has of its StepBuffers. */
+#define PARTS(X) X(after) X(encode) X(meanings) X(read) X(ring)
+
+/* One of the two banks. What a reply shows of the only env `shown` returns when it is called. Of a batch `shown` is the
+   reply itself, and `full` the one that has `infos`, of which columns and rows are written. */
+typedef struct {
+    Py_buffer record, place; /* place: of short payload */
+    PyObject *shown, *full, *infos, **columns, **rows;
+} HotSide;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *owners; /* a tuple */
+#define DECLARE_MEMBER(word) PyObject *word;
+#define DECLARE_PLACE(owner, word) PyObject **word;
+    PARTS(DECLARE_MEMBER)
+    PLACES(DECLARE_PLACE)
+    Words *words;
+    HotSide sides[2];
+    PyObject *described; /* tells what infos of numbers a payload has */
+    Infos infos;
+    Py_ssize_t elements, looks, slots, rewards; /* rewards: their offset in a bank */
+    PyObject *int64;                            /* NULL, or actions are integers, see wire/actions.py */
+    unsigned long long head, head_of_int64;
+    int verbatim;
+} Hot;
+
+static PyTypeObject HotType;
+
 static int
-take_places(PyObject *given, Py_buffer places[2])
+hot_traverse(Hot *self, visitproc visit, void *arg)
 {
+#define VISIT_MEMBER(word) Py_VISIT(self->word);
+    Py_VISIT(self->owners);
+    PARTS(VISIT_MEMBER)
     for (int side = 0; side < 2; side++) {
-        PyObject *place = PySequence_GetItem(given, side);
-        int failed = place == NULL || PyObject_GetBuffer(place, &places[side], PyBUF_SIMPLE) < 0;
-        Py_XDECREF(place);
-        if (failed) {
-            return -1;
-        }
+        Py_VISIT(self->sides[side].shown);
+        Py_VISIT(self->sides[side].full);
     }
     return 0;
 }
 
-/* --- single envs -----------------------------------------------------------------------------------------------------
-
-What is written for an action that is an integer, and read of an answer that ends nothing. All else is left to the
-functions of the reference, which they are made with. None of these objects is in a cycle: nothing that they have knows
-them. */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *otherwise, *records;
-    PyTypeObject *int64;
-    unsigned long long head, head_of_int64;
-} Integers;
-
-static PyTypeObject IntegersType;
-
-/* Writes an action; LEFT: it is for `otherwise` to write. */
-static Outcome
-write_integer(Integers *self, int64_t request, PyObject *action)
+static int
+hot_clear(Hot *self)
 {
-    long long value;
-    uint64_t head[2] = {self->head, (uint32_t)request};
-    if (PyLong_CheckExact(action)) {
-        int overflow;
-        value = PyLong_AsLongLongAndOverflow(action, &overflow);
-        if (overflow) {
-            return LEFT;
+#define CLEAR_MEMBER(word) Py_CLEAR(self->word);
+    Py_CLEAR(self->owners);
+    PARTS(CLEAR_MEMBER)
+    Py_CLEAR(self->words);
+    Py_CLEAR(self->described);
+    Py_CLEAR(self->int64);
+    for (int each = 0; each < 2; each++) {
+        HotSide *side = &self->sides[each];
+        Py_CLEAR(side->shown);
+        Py_CLEAR(side->full);
+        Py_CLEAR(side->infos);
+        PyBuffer_Release(&side->record);
+        PyBuffer_Release(&side->place);
+    }
+    forget_infos(&self->infos);
+    return 0;
+}
+
+static void
+hot_dealloc(Hot *self)
+{
+    PyObject_GC_UnTrack(self);
+    hot_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Takes a part of what a StepBuffers has for both banks. */
+static int
+take_buffers(PyObject *both, int side, Py_buffer *buffer)
+{
+    PyObject *memory = PySequence_GetItem(both, side);
+    int failed = memory == NULL || PyObject_GetBuffer(memory, buffer, PyBUF_SIMPLE) < 0;
+    Py_XDECREF(memory);
+    return failed ? -1 : 0;
+}
+
+static PyObject *
+hot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"owners", "buffers", "places", "slots", "rewards", "shown", "infos", "described", "int64",
+                            "head", "head_of_int64", NULL};
+    PyObject *owners, *buffers, *places, *shown, *infos, *described, *int64, *records = NULL, *words = NULL;
+    Py_ssize_t slots, rewards;
+    unsigned long long head, head_of_int64;
+    if (learn_names() < 0 ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO!nnO!OOOKK", names, &PyTuple_Type, &owners, &buffers,
+                                     &PyList_Type, &places, &slots, &rewards, &PyList_Type, &shown, &infos, &described,
+                                     &int64, &head, &head_of_int64)) {
+        return NULL;
+    }
+    Hot *self = (Hot *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->owners = Py_NewRef(owners);
+    self->described = Py_NewRef(described);
+    self->int64 = int64 == Py_None ? NULL : Py_NewRef(int64);
+    self->head = head;
+    self->head_of_int64 = head_of_int64;
+    self->slots = slots;
+    self->rewards = rewards;
+    self->infos.count = -1;
+    self->verbatim = infos == Py_None;
+    int failed = PyTuple_GET_SIZE(owners) != OWNERS || number_at(buffers, "elements", &self->elements) < 0 ||
+                 number_at(buffers, "looks", &self->looks) < 0 ||
+                 (words = PyObject_GetAttrString(buffers, "words")) == NULL ||
+                 (records = PyObject_GetAttrString(buffers, "records")) == NULL;
+#define FIND_PLACE(owner, word)                                                                                        \
+    failed = failed || (self->word = place_named(PyTuple_GET_ITEM(owners, owner), #word)) == NULL;
+#define TAKE_PART(word) failed = failed || (self->word = PyObject_GetAttrString(buffers, #word)) == NULL;
+    PLACES(FIND_PLACE)
+    PARTS(TAKE_PART)
+    failed = failed || !Py_IS_TYPE(words, &WordsType) || !PyTuple_CheckExact(self->after);
+    self->words = (Words *)words;
+    for (int each = 0; each < 2 && !failed; each++) {
+        HotSide *side = &self->sides[each];
+        failed = take_buffers(records, each, &side->record) < 0 || take_buffers(places, each, &side->place) < 0 ||
+                 (side->shown = PySequence_GetItem(shown, each)) == NULL ||
+                 side->record.len < rewards + 8 * slots || rewards < HEAD + (self->int64 ? 8 : 0);
+        if (!failed && !self->verbatim) {
+            failed = (side->full = PySequence_GetItem(shown, each + 2)) == NULL ||
+                     (side->infos = PySequence_GetItem(infos, each)) == NULL ||
+                     (side->columns = place_named(side->infos, "columns")) == NULL ||
+                     (side->rows = place_named(side->infos, "rows")) == NULL;
         }
     }
-    else if (Py_IS_TYPE(action, self->int64)) {
-        value = PyLong_AsLongLong(action);
-        head[0] = self->head_of_int64;
+    Py_XDECREF(records);
+    if (failed) {
+        Py_DECREF(self);
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "this is not what a worker is made of");
     }
-    else {
+    return (PyObject *)self;
+}
+
+static PyMemberDef hot_members[] = {
+    {"encode", T_OBJECT_EX, offsetof(Hot, encode), 0, PyDoc_STR("writes the action of any step into its bank")},
+    {"ring", T_OBJECT_EX, offsetof(Hot, ring), 0, PyDoc_STR("wakes the worker")},
+    {NULL},
+};
+static PyTypeObject HotType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "multienv._native.Hot",
+    .tp_doc = PyDoc_STR("What the hot path touches of one process; see recovery/hot_path.py."),
+    .tp_basicsize = sizeof(Hot),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = hot_new,
+    .tp_traverse = (traverseproc)hot_traverse,
+    .tp_clear = (inquiry)hot_clear,
+    .tp_dealloc = (destructor)hot_dealloc,
+    .tp_members = hot_members,
+};
+
+/* What the hot path touches of a supervisor's process, which has a number for the next request; new reference. Without
+   an exception NULL: it has none. */
+static Hot *
+hot_of(PyObject *supervisor, PyObject **number, int64_t *request)
+{
+    PyObject **place = place_of(supervisor, &f_buffers);
+    if (place == NULL || *place == NULL || !Py_IS_TYPE(*place, &HotType) ||
+        PyTuple_GET_ITEM(((Hot *)*place)->owners, SUPERVISOR) != supervisor) {
+        return NULL;
+    }
+    Hot *hot = (Hot *)*place;
+    long long last = PyLong_AsLongLong(*hot->number);
+    *request = last + 1;
+    *number = last == -1 && PyErr_Occurred() ? NULL : PyLong_FromLongLong(last + 1);
+    return *number == NULL ? NULL : (Hot *)Py_NewRef(hot);
+}
+
+/* Writes an action that is an integer. */
+static Outcome
+write_integer(Hot *hot, int64_t request, PyObject *action)
+{
+    int overflow = 0, is_int64 = (PyObject *)Py_TYPE(action) == hot->int64;
+    if (hot->int64 == NULL || !(is_int64 || PyLong_CheckExact(action))) {
         return LEFT;
     }
-    if (value == -1 && PyErr_Occurred()) {
-        return FAILED;
+    int64_t value = is_int64 ? PyLong_AsLongLong(action) : PyLong_AsLongLongAndOverflow(action, &overflow);
+    if (overflow || (value == -1 && PyErr_Occurred())) {
+        return overflow ? LEFT : FAILED;
     }
-    char *bank = bank_of(self->records, request);
+    uint64_t head[2] = {is_int64 ? hot->head_of_int64 : hot->head, (uint32_t)request};
+    char *bank = hot->sides[request & 1].record.buf;
     memcpy(bank, head, sizeof head);
     memcpy(bank + HEAD, &value, sizeof value);
     return DONE;
 }
 
-static PyObject *
-integers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    PyObject *otherwise, *records, *int64;
-    unsigned long long head, head_of_int64;
-    if (!PyArg_ParseTuple(args, "OOO!KK", &otherwise, &records, &PyType_Type, &int64, &head, &head_of_int64)) {
-        return NULL;
-    }
-    if ((records = checked_records(records, HEAD + sizeof(int64_t))) == NULL) {
-        return NULL;
-    }
-    Integers *self = (Integers *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        Py_DECREF(records);
-    }
-    else {
-        self->otherwise = Py_NewRef(otherwise);
-        self->records = records;
-        self->int64 = (PyTypeObject *)Py_NewRef(int64);
-        self->head = head;
-        self->head_of_int64 = head_of_int64;
-    }
-    return (PyObject *)self;
-}
-
-static void
-integers_dealloc(Integers *self)
-{
-    Py_XDECREF(self->otherwise);
-    Py_XDECREF(self->records);
-    Py_XDECREF(self->int64);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyObject *
-integers_call(Integers *self, PyObject *args, PyObject *kwargs)
-{
-    long long request;
-    PyObject *action;
-    if (!PyArg_ParseTuple(args, "LO", &request, &action)) {
-        return NULL;
-    }
-    switch (write_integer(self, request, action)) {
-    case DONE:
-        Py_RETURN_NONE;
-    case LEFT:
-        return PyObject_Call(self->otherwise, args, kwargs);
-    default:
-        return NULL;
-    }
-}
-
-static PyTypeObject IntegersType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "multienv._native.Integers",
-    .tp_doc = PyDoc_STR("Integers(otherwise, records, int64, head, head_of_int64)\n--\n\n\
-Writes a step whose action is an integer into its bank."),
-    .tp_basicsize = sizeof(Integers),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = integers_new,
-    .tp_dealloc = (destructor)integers_dealloc,
-    .tp_call = (ternaryfunc)integers_call,
-};
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *otherwise, *looks, *records; /* looks: each returns a copy of the observation in a bank */
-    PyObject *described;                   /* tells what infos of numbers a payload has */
-    Words *words;
-    Py_buffer places[2];
-    Infos infos;
-    Py_ssize_t reward;
-} Reader;
-
-static PyTypeObject ReaderType;
-
-/* The info in the payload; None: it is pickled; NULL without an exception: it is for `otherwise` to read. */
-static PyObject *
-read_info(Reader *self, int64_t request)
-{
-    Py_ssize_t length = atomic_load(&self->words->words[REPLY_PAYLOAD + (request & 1)]);
-    if (length == 0) {
-        return PyDict_New();
-    }
-    Py_buffer *place = &self->places[request & 1];
-    Infos *infos = &self->infos;
-    if (length > place->len) {
-        return NULL;
-    }
-    if (*(char *)place->buf != NUMBERS) {
-        return Py_NewRef(Py_None);
-    }
-    if (infos->count < 0 || !begins_with(place, length, PyTuple_GET_ITEM(infos->columns, 3))) {
-        PyObject *columns = PyObject_CallFunction(self->described, "y#", place->buf, length);
-        int failed = columns == NULL || learn_infos(infos, columns, 1) < 0;
-        Py_XDECREF(columns);
-        if (failed || infos->count < 0) {
-            return NULL;
-        }
-    }
-    Py_ssize_t begin = PyBytes_GET_SIZE(PyTuple_GET_ITEM(infos->columns, 3));
-    if (length - begin != 8 * infos->count) {
-        return NULL;
-    }
-    memcpy(infos->numbers, (char *)place->buf + begin, length - begin);
-    return given_back(infos, 0);
-}
-
-static PyObject *
-read_reply(Reader *self, PyObject *number, int64_t request)
-{
-    const unsigned char *bank = (unsigned char *)bank_of(self->records, request);
-    double reward;
-    int is_plain = bank[3] == 0 && bank[4] <= 1; /* ends nothing; its reward is a float, or of numpy's */
-    memcpy(&reward, bank + self->reward, sizeof reward);
-    PyObject *info = is_plain ? read_info(self, request) : NULL;
-    if (info == NULL) {
-        return PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->otherwise, number);
-    }
-    if (info == Py_None) {
-        return info;
-    }
-    PyObject *look = PySequence_GetItem(self->looks, request & 1);
-    PyObject *observation = look == NULL ? NULL : PyObject_CallNoArgs(look);
-    PyObject *number_of_reward = PyFloat_FromDouble(reward), *transition = NULL;
-    if (bank[4] == 1 && observation != NULL && number_of_reward != NULL) {
-        Py_SETREF(number_of_reward, PyObject_CallOneArg((PyObject *)float64, number_of_reward));
-    }
-    if (observation != NULL && number_of_reward != NULL) {
-        transition = PyTuple_Pack(5, observation, number_of_reward, Py_False, Py_False, info);
-    }
-    Py_XDECREF(look);
-    Py_XDECREF(observation);
-    Py_XDECREF(number_of_reward);
-    Py_DECREF(info);
-    return transition;
-}
-
-static PyObject *
-reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    PyObject *otherwise, *looks, *records, *words, *places, *described;
-    Py_ssize_t reward;
-    if (learn_names() < 0 || !PyArg_ParseTuple(args, "OOOnO!OO", &otherwise, &looks, &records, &reward, &WordsType,
-                                               &words, &places, &described)) {
-        return NULL;
-    }
-    if (reward < HEAD || (records = checked_records(records, reward + (Py_ssize_t)sizeof(double))) == NULL) {
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "the reward lies behind the head");
-    }
-    Reader *self = (Reader *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        Py_DECREF(records);
-        return NULL;
-    }
-    self->otherwise = Py_NewRef(otherwise);
-    self->looks = Py_NewRef(looks);
-    self->records = records;
-    self->described = Py_NewRef(described);
-    self->words = (Words *)Py_NewRef(words);
-    self->infos.count = -1;
-    self->reward = reward;
-    if (take_places(places, self->places) < 0) {
-        Py_CLEAR(self);
-    }
-    return (PyObject *)self;
-}
-
-static void
-reader_dealloc(Reader *self)
-{
-    Py_XDECREF(self->otherwise);
-    Py_XDECREF(self->looks);
-    Py_XDECREF(self->records);
-    Py_XDECREF(self->described);
-    Py_XDECREF(self->words);
-    PyBuffer_Release(&self->places[0]);
-    PyBuffer_Release(&self->places[1]);
-    forget_infos(&self->infos);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyObject *
-reader_call(Reader *self, PyObject *args, PyObject *kwargs)
-{
-    PyObject *number;
-    if (!PyArg_ParseTuple(args, "O!", &PyLong_Type, &number)) {
-        return NULL;
-    }
-    long long request = PyLong_AsLongLong(number);
-    return request == -1 && PyErr_Occurred() ? NULL : read_reply(self, number, request);
-}
-
-static PyTypeObject ReaderType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "multienv._native.Reader",
-    .tp_doc = PyDoc_STR("Reader(otherwise, looks, records, reward, words, places, described)\n--\n\n\
-Reads the transition of a single env out of its bank; `reward` is the offset of the reward."),
-    .tp_basicsize = sizeof(Reader),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = reader_new,
-    .tp_dealloc = (destructor)reader_dealloc,
-    .tp_call = (ternaryfunc)reader_call,
-};
-
-/* What several envs answered: arrays over the banks, which are the same for each answer but for their infos. */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *otherwise;
-    PyObject *replies, *full, *infos; /* lists, one for each bank; `full` are the replies that have the `infos` */
-    PyObject *numbers_in;             /* makes infos of a payload, or returns None */
-    PyObject *columns, *head;         /* of the last infos; or NULL */
-    Words *words;
-    Py_buffer places[2];
-} RowsReader;
-
-static PyTypeObject RowsReaderType;
-
-static PyObject *
-read_rows(RowsReader *self, PyObject *number, int64_t request)
-{
-    int side = request & 1;
-    Py_ssize_t length = atomic_load(&self->words->words[REPLY_PAYLOAD + side]);
-    if (length == 0) {
-        return PySequence_GetItem(self->replies, side);
-    }
-    Py_buffer *place = &self->places[side];
-    if (length > place->len) {
-        return PyObject_CallOneArg(self->otherwise, number);
-    }
-    if (*(char *)place->buf != NUMBERS) { /* they are pickled */
-        Py_RETURN_NONE;
-    }
-    if (self->head == NULL || !begins_with(place, length, self->head)) {
-        PyObject *infos = PyObject_CallFunction(self->numbers_in, "y#", place->buf, length), *rows = NULL;
-        if (infos == NULL || infos == Py_None) {
-            return infos;
-        }
-        Py_CLEAR(self->head);
-        Py_XSETREF(self->columns, PyObject_GetAttr(infos, s_columns));
-        if (self->columns != NULL && (rows = PyObject_GetAttr(infos, s_rows)) != NULL && PyBytes_Check(rows)) {
-            self->head = PyBytes_FromStringAndSize(place->buf, length - PyBytes_GET_SIZE(rows));
-        }
-        Py_DECREF(infos);
-        Py_XDECREF(rows);
-        if (self->head == NULL) {
-            return NULL;
-        }
-    }
-    Py_ssize_t begin = PyBytes_GET_SIZE(self->head);
-    PyObject *infos = PySequence_GetItem(self->infos, side);
-    PyObject *rows = PyBytes_FromStringAndSize((char *)place->buf + begin, length - begin);
-    int failed = infos == NULL || rows == NULL || put(infos, &f_columns, self->columns) < 0 ||
-                 put(infos, &f_rows, rows) < 0;
-    Py_XDECREF(infos);
-    Py_XDECREF(rows);
-    return failed ? NULL : PySequence_GetItem(self->full, side);
-}
-
-static PyObject *
-rows_reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    PyObject *otherwise, *replies, *full, *infos, *words, *places, *numbers_in;
-    if (learn_names() < 0 || !PyArg_ParseTuple(args, "OOOOO!OO", &otherwise, &replies, &full, &infos, &WordsType,
-                                               &words, &places, &numbers_in)) {
-        return NULL;
-    }
-    RowsReader *self = (RowsReader *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        return NULL;
-    }
-    self->otherwise = Py_NewRef(otherwise);
-    self->replies = Py_NewRef(replies);
-    self->full = Py_NewRef(full);
-    self->infos = Py_NewRef(infos);
-    self->numbers_in = Py_NewRef(numbers_in);
-    self->words = (Words *)Py_NewRef(words);
-    if (take_places(places, self->places) < 0) {
-        Py_CLEAR(self);
-    }
-    return (PyObject *)self;
-}
-
-static void
-rows_reader_dealloc(RowsReader *self)
-{
-    Py_XDECREF(self->otherwise);
-    Py_XDECREF(self->replies);
-    Py_XDECREF(self->full);
-    Py_XDECREF(self->infos);
-    Py_XDECREF(self->numbers_in);
-    Py_XDECREF(self->columns);
-    Py_XDECREF(self->head);
-    Py_XDECREF(self->words);
-    PyBuffer_Release(&self->places[0]);
-    PyBuffer_Release(&self->places[1]);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyObject *
-rows_reader_call(RowsReader *self, PyObject *args, PyObject *kwargs)
-{
-    PyObject *number;
-    if (!PyArg_ParseTuple(args, "O!", &PyLong_Type, &number)) {
-        return NULL;
-    }
-    long long request = PyLong_AsLongLong(number);
-    return request == -1 && PyErr_Occurred() ? NULL : read_rows(self, number, request);
-}
-
-static PyTypeObject RowsReaderType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "multienv._native.RowsReader",
-    .tp_doc = PyDoc_STR("RowsReader(otherwise, replies, full, infos, words, places, numbers_in)\n--\n\n\
-Reads the rows of several envs, and their infos if they are numbers."),
-    .tp_basicsize = sizeof(RowsReader),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = rows_reader_new,
-    .tp_dealloc = (destructor)rows_reader_dealloc,
-    .tp_call = (ternaryfunc)rows_reader_call,
-};
-
-/* --- the hot path ------------------------------------------------------------------------------------------------- */
-
-/* The words of a StepBuffers; new reference. */
-static Words *
-words_of(PyObject *buffers)
-{
-    PyObject *words = get(buffers, &f_words);
-    if (words != NULL && !Py_IS_TYPE(words, &WordsType)) {
-        Py_DECREF(words);
-        PyErr_SetString(PyExc_TypeError, "the words of a channel are no Words");
-        return NULL;
-    }
-    return (Words *)words;
-}
-
-/* A record of a StepBuffers; new reference. */
-static PyObject *
-record_in(PyObject *records, int64_t request)
-{
-    PyObject *record = PySequence_GetItem(records, request & 1);
-    if (record != NULL && (!PyMemoryView_Check(record) || PyMemoryView_GET_BUFFER(record)->len < HEAD)) {
-        Py_CLEAR(record);
-        PyErr_SetString(PyExc_TypeError, "the records of a channel are memoryviews");
-    }
-    return record;
-}
-
 /* Writes the action of a member into its bank; LEFT: the supervisor refuses it. */
 static Outcome
-write_action(PyObject *buffers, PyObject *number, int64_t request, PyObject *actions, Py_ssize_t place)
+write_action(Hot *hot, PyObject *number, int64_t request, PyObject *actions, Py_ssize_t place)
 {
-    if (Py_IS_TYPE(actions, &PartsType)) {
-        long long numbers;
-        if (get_number(buffers, &f_elements, &numbers) < 0) {
-            return FAILED;
-        }
-        PyObject *records = get(buffers, &f_records);
-        PyObject *record = records == NULL ? NULL : record_in(records, request);
-        Py_XDECREF(records);
-        if (record == NULL) {
-            return FAILED;
-        }
-        int is_written = write_part((Parts *)actions, place, numbers, request, PyMemoryView_GET_BUFFER(record));
-        Py_DECREF(record);
-        if (is_written) {
-            return DONE;
-        }
-    }
-    PyObject *encode = get(buffers, &f_encode);
-    PyObject *action = encode == NULL ? NULL : PySequence_GetItem(actions, place);
-    if (action != NULL && Py_IS_TYPE(encode, &IntegersType)) {
-        Outcome outcome = write_integer((Integers *)encode, request, action);
-        if (outcome != LEFT) {
-            Py_DECREF(encode);
-            Py_DECREF(action);
-            return outcome;
-        }
-    }
-    PyObject *arguments[] = {NULL, number, action};
-    PyObject *result =
-        action == NULL ? NULL : PyObject_Vectorcall(encode, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-    Py_XDECREF(encode);
-    Py_XDECREF(action);
-    if (called(result) == 0) {
+    if (Py_IS_TYPE(actions, &PartsType) &&
+        write_part((Parts *)actions, place, hot->elements, request, &hot->sides[request & 1].record)) {
         return DONE;
     }
-    PyObject *refused = action == NULL ? NULL : constant(s_MultienvError);
-    if (refused != NULL && PyErr_ExceptionMatches(refused)) { /* the supervisor raises it once more */
-        PyErr_Clear();
-        return LEFT;
+    PyObject *action = PySequence_GetItem(actions, place);
+    Outcome outcome = action == NULL ? FAILED : write_integer(hot, request, action);
+    if (outcome == LEFT) {
+        outcome = called(PyObject_CallFunctionObjArgs(hot->encode, number, action, NULL)) < 0 ? FAILED : DONE;
+        PyObject *refused = outcome == DONE ? NULL : constant(s_MultienvError);
+        if (refused != NULL && PyErr_ExceptionMatches(refused)) { /* the supervisor raises it once more */
+            PyErr_Clear();
+            outcome = LEFT;
+        }
     }
-    return FAILED;
+    Py_XDECREF(action);
+    return outcome;
 }
 
 static Outcome
 ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t place, PyObject *state, PyObject *asker)
 {
-    Outcome outcome = FAILED;
-    PyObject *maintenance = NULL, *buffers = NULL, *pending = NULL, *number = NULL, *limit = NULL;
-    Words *words = NULL;
-    PyObject *until = NULL;
-    long long last;
-    PyObject *running = constant(s_RUNNING);
-    int is_running = running == NULL ? -1 : is_here(supervisor, &f_state, running);
-    int is_mine = is_running < 1 ? is_running : is_here(supervisor, &f_asked_by, asker);
-    if (is_mine < 1) {
-        return is_mine < 0 ? FAILED : LEFT;
+    int64_t request;
+    PyObject *number = NULL, *until = NULL, *running = constant(s_RUNNING);
+    Hot *hot = running == NULL ? NULL : hot_of(supervisor, &number, &request);
+    if (hot == NULL) {
+        return PyErr_Occurred() ? FAILED : LEFT;
     }
-    if ((maintenance = get(supervisor, &f_maintenance)) == NULL) {
-        goto end;
+    Outcome outcome = LEFT;
+    if (*hot->state == running && *hot->asked_by == asker && *hot->is_due == Py_False) {
+        outcome = write_action(hot, number, request, actions, place);
     }
-    int is_due = get_truth(maintenance, &f_is_due);
-    if (is_due) {
-        outcome = is_due < 0 ? FAILED : LEFT;
-        goto end;
+    if (outcome == DONE) {
+        PyObject *limit = *hot->step_limit;
+        double seconds = limit == Py_None ? 0.0 : PyFloat_AsDouble(limit);
+        until = limit == Py_None ? Py_NewRef(Py_None) : PyErr_Occurred() ? NULL : time_from_now(seconds);
+        outcome = until == NULL ? FAILED : DONE;
     }
-    if ((buffers = get(supervisor, &f_buffers)) == NULL ||
-        (pending = get(supervisor, &f_pending)) == NULL ||
-        (words = words_of(buffers)) == NULL ||
-        (limit = get(buffers, &f_limit)) == NULL ||
-        get_number(supervisor, &f_number, &last) < 0 ||
-        (number = PyLong_FromLongLong(last + 1)) == NULL) {
-        goto end;
-    }
-    outcome = write_action(buffers, number, last + 1, actions, place);
-    if (outcome != DONE) {
-        goto end;
-    }
-    outcome = FAILED;
-    double seconds = limit == Py_None ? 0.0 : PyFloat_AsDouble(limit);
-    if (PyErr_Occurred()) {
-        goto end;
-    }
-    until = limit == Py_None ? Py_NewRef(Py_None) : time_from_now(seconds);
-    if (until == NULL ||
-        put(pending, &f_limit_of_pending, limit) < 0 ||
-        put(pending, &f_until, until) < 0 ||
-        put(supervisor, &f_state, state) < 0) {
-        goto end;
-    }
-    atomic_store(&words->words[REQUEST], last + 1);
-    if (atomic_load(&words->words[WORKER_SLEEPS])) {
-        if (called(PyObject_CallMethodOneArg(buffers, s_ring, number)) < 0) {
-            goto end;
+    if (outcome == DONE) {
+        put(hot->limit, *hot->step_limit);
+        put(hot->until, until);
+        put(hot->state, state);
+        atomic_store(&hot->words->words[REQUEST], request);
+        if (atomic_load(&hot->words->words[WORKER_SLEEPS]) && called(PyObject_CallOneArg(hot->ring, number)) < 0) {
+            outcome = FAILED;
         }
     }
-    outcome = DONE;
-end:
-    Py_XDECREF(maintenance);
-    Py_XDECREF(buffers);
-    Py_XDECREF(pending);
-    Py_XDECREF(words);
-    Py_XDECREF(limit);
-    Py_XDECREF(number);
     Py_XDECREF(until);
+    Py_DECREF(number);
+    Py_DECREF(hot);
     return outcome;
+}
+
+/* Whether infos of numbers are of the names and types that are known now, after a look at them. */
+static int
+are_known(Hot *hot, Py_buffer *place, Py_ssize_t length)
+{
+    Infos *infos = &hot->infos;
+    if (infos->count < 0 || !begins_with(place, length, PyTuple_GET_ITEM(infos->columns, 3))) {
+        PyObject *columns = PyObject_CallFunction(hot->described, "y#", place->buf, length);
+        int failed = columns == NULL || learn_infos(infos, columns, hot->slots) < 0;
+        Py_XDECREF(columns);
+        if (failed || infos->count < 0) {
+            return 0;
+        }
+    }
+    return length - PyBytes_GET_SIZE(PyTuple_GET_ITEM(infos->columns, 3)) == 8 * infos->count * hot->slots;
+}
+
+/* What the only env returned, in a reply that ends nothing; `numbers`: of its info. */
+static PyObject *
+read_transition(Hot *hot, HotSide *side, const char *numbers)
+{
+    const char *bank = side->record.buf;
+    double number;
+    memcpy(&number, bank + hot->rewards, sizeof number);
+    if (numbers != NULL) {
+        memcpy(hot->infos.numbers, numbers, 8 * hot->infos.count);
+    }
+    PyObject *info = numbers == NULL ? PyDict_New() : given_back(&hot->infos, 0);
+    PyObject *observation = info == NULL ? NULL : PyObject_CallNoArgs(side->shown);
+    PyObject *reward = PyFloat_FromDouble(number), *transition = NULL;
+    if (bank[4] == 1 && reward != NULL) { /* of numpy's type, see REWARD_TYPES in wire/codecs.py */
+        Py_SETREF(reward, PyObject_CallOneArg(float64, reward));
+    }
+    if (observation != NULL && reward != NULL) {
+        transition = PyTuple_Pack(5, observation, reward, Py_False, Py_False, info);
+    }
+    Py_XDECREF(info);
+    Py_XDECREF(observation);
+    Py_XDECREF(reward);
+    return transition;
+}
+
+/* The rows of a batch: arrays over its banks, the same for each reply but for their infos, which are `numbers`. */
+static PyObject *
+read_rows(Hot *hot, HotSide *side, const char *numbers)
+{
+    if (numbers == NULL) {
+        return Py_NewRef(side->shown);
+    }
+    PyObject *rows = PyBytes_FromStringAndSize(numbers, 8 * hot->infos.count * hot->slots);
+    if (rows == NULL) {
+        return NULL;
+    }
+    put(side->columns, PyTuple_GET_ITEM(hot->infos.columns, 4));
+    Py_XSETREF(*side->rows, rows);
+    return Py_NewRef(side->full);
+}
+
+/* The answer in a plain reply; None: its infos are pickled. */
+static PyObject *
+read_reply(Hot *hot, PyObject *number, int64_t request)
+{
+    HotSide *side = &hot->sides[request & 1];
+    const unsigned char *bank = side->record.buf;
+    Py_ssize_t length = atomic_load(&hot->words->words[REPLY_PAYLOAD + (request & 1)]);
+    const char *payload = side->place.buf, *numbers = NULL;
+    int is_plain = length <= side->place.len && (!hot->verbatim || (bank[3] == 0 && bank[4] <= 1));
+    if (is_plain && length) {
+        if (*payload != NUMBERS) {
+            Py_RETURN_NONE;
+        }
+        is_plain = are_known(hot, &side->place, length);
+        numbers = is_plain ? payload + PyBytes_GET_SIZE(PyTuple_GET_ITEM(hot->infos.columns, 3)) : NULL;
+    }
+    if (!is_plain) {
+        return PyErr_Occurred() ? NULL : PyObject_CallOneArg(hot->read, number);
+    }
+    return hot->verbatim ? read_transition(hot, side, numbers) : read_rows(hot, side, numbers);
 }
 
 /* Looks for the reply; whether it is there. */
 static int
-look(Words *words, long long number, long long looks)
+look(Words *words, int64_t request, long long looks)
 {
     double most;
     if (number_constant(s_LOOKING, &most) < 0) {
@@ -1155,7 +891,7 @@ look(Words *words, long long number, long long looks)
     int is_there = 0;
     Py_BEGIN_ALLOW_THREADS
     double until = now() + most;
-    while (!(is_there = atomic_load(reply) == number) && looks) {
+    while (!(is_there = atomic_load(reply) == request) && looks) {
         sched_yield();
         looks = now() < until ? looks - 1 : 0;
     }
@@ -1169,192 +905,141 @@ typedef struct {
     int several, leaves_ends;
 } Taking;
 
-static Outcome
-take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t place, Taking *taking)
+/* Waits for the reply; whether it is there. */
+static int
+wait_for(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, Taking *taking)
 {
-    Outcome outcome = FAILED;
-    PyObject *buffers = NULL, *number = NULL, *records = NULL, *record = NULL, *meanings = NULL, *head = NULL;
-    PyObject *read = NULL, *answer = NULL, *journal = NULL, *replies = NULL, *after = NULL, *kept = NULL;
-    Words *words = NULL;
-    int is_state = is_here(supervisor, &f_state, taking->state);
-    if (is_state < 1) {
-        return is_state < 0 ? FAILED : LEFT;
+    int is_there = hot->looks != 0 && atomic_load(&hot->words->words[REPLY]) == request;
+    if (hot->looks && !is_there) {
+        is_there = look(hot->words, request, hot->looks);
     }
-    long long last, looks;
-    if ((buffers = get(supervisor, &f_buffers)) == NULL ||
-        (words = words_of(buffers)) == NULL ||
-        get_number(supervisor, &f_number, &last) < 0 ||
-        (number = PyLong_FromLongLong(last + 1)) == NULL) {
-        goto end;
+    if (is_there) {
+        return is_there;
     }
-    int64_t asked = last + 1;
-    int side = asked & 1;
-    if (get_number(buffers, &f_looks, &looks) < 0) {
-        goto end;
+    double patience;
+    if (taking->several && taking->until == NULL &&
+        (number_constant(s__PATIENCE, &patience) < 0 || (taking->until = time_from_now(patience)) == NULL)) {
+        return -1;
     }
-    int is_there = looks != 0 && atomic_load(&words->words[REPLY]) == asked;
-    if (looks && !is_there && (is_there = look(words, asked, looks)) < 0) {
-        goto end;
-    }
-    if (!is_there) {
-        double patience;
-        if (taking->several && taking->until == NULL) {
-            if (number_constant(s__PATIENCE, &patience) < 0 || (taking->until = time_from_now(patience)) == NULL) {
-                goto end;
-            }
-        }
-        PyObject *until = taking->until == NULL ? Py_None : taking->until;
-        PyObject *told = PyObject_CallMethodObjArgs(supervisor, s_is_answered, number, until, NULL);
-        is_there = told == NULL ? -1 : PyObject_IsTrue(told);
-        Py_XDECREF(told);
-        if (is_there < 1) {
-            outcome = is_there < 0 ? FAILED : LEFT;
-            goto end;
-        }
-    }
-    if ((records = get(buffers, &f_records)) == NULL ||
-        (record = record_in(records, side)) == NULL ||
-        (meanings = get(buffers, &f_meanings)) == NULL) {
-        goto end;
-    }
-    Py_buffer *bank = PyMemoryView_GET_BUFFER(record);
+    PyObject *until = taking->until == NULL ? Py_None : taking->until;
+    PyObject *told = PyObject_CallMethodObjArgs(supervisor, s_is_answered, number, until, NULL);
+    is_there = told == NULL ? -1 : PyObject_IsTrue(told);
+    Py_XDECREF(told);
+    return is_there;
+}
+
+/* What the head of a reply means, as the number that the reference has for it (borrowed); NULL: it is not plain. */
+static PyObject *
+meaning_of(Hot *hot, int64_t request)
+{
     uint64_t first;
-    memcpy(&first, bank->buf, sizeof first);
-    if ((head = PyLong_FromUnsignedLongLong(first)) == NULL) {
-        goto end;
+    memcpy(&first, hot->sides[request & 1].record.buf, sizeof first);
+    PyObject *head = PyLong_FromUnsignedLongLong(first);
+    PyObject *meaning = head == NULL ? NULL : PyDict_GetItemWithError(hot->meanings, head);
+    Py_XDECREF(head);
+    return meaning;
+}
+
+/* Sees what is due after a plain answer. */
+static int
+look_after(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, long meaning)
+{
+    double sample;
+    long long started = PyLong_AsLongLong(*hot->started);
+    if ((started == -1 && PyErr_Occurred()) || number_constant(s_SAMPLE, &sample) < 0) {
+        return -1;
     }
-    PyObject *known = PyDict_GetItemWithError(meanings, head); /* borrowed */
-    if (known == NULL) {
-        outcome = PyErr_Occurred() ? FAILED : LEFT;
-        goto end;
+    if (started == request) {
+        return called(PyObject_CallMethodOneArg(supervisor, s_note_starts, number));
     }
-    long meaning = PyLong_AsLong(known);
-    int begins = known == constant(s__BEGINS);
-    if (begins && atomic_load(&words->words[REQUEST]) != asked) {
-        outcome = LEFT;
-        goto end;
+    int is_due = !(request & (int64_t)sample);
+    if (!is_due && meaning) {
+        PyObject *wanted = PyObject_GetAttr(*hot->recycling, s_wanted);
+        is_due = wanted == NULL ? -1 : PyObject_IsTrue(wanted);
+        Py_XDECREF(wanted);
     }
-    if ((read = get(buffers, &f_read)) == NULL) {
-        goto end;
-    }
-    answer = Py_IS_TYPE(read, &ReaderType)       ? read_reply((Reader *)read, number, asked)
-             : Py_IS_TYPE(read, &RowsReaderType) ? read_rows((RowsReader *)read, number, asked)
-                                                 : PyObject_CallOneArg(read, number);
-    if (answer == NULL) {
-        goto end;
-    }
-    if (answer == Py_None) {
-        Py_SETREF(answer, PyObject_CallMethodOneArg(supervisor, s_with_infos, number));
-        if (answer == NULL || answer == Py_None) {
-            outcome = answer == NULL ? FAILED : LEFT;
-            goto end;
-        }
-    }
-    if ((journal = get(supervisor, &f_journal)) == NULL) {
-        goto end;
-    }
-    int recording = get_truth(journal, &f_recording);
+    return is_due > 0 ? called(PyObject_CallMethodNoArgs(supervisor, s_look_at_limits)) : is_due;
+}
+
+/* Journals an answer, stores it and all that says so, and sees what is due after it. */
+static int
+commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObject *answer, long meaning, int begins)
+{
+    int recording = PyObject_IsTrue(*hot->recording);
     if (recording > 0) {
-        PyObject *entries = get(journal, &f_entries);
-        PyObject *entry = PyBytes_FromStringAndSize(bank->buf, bank->len);
-        int failed = entries == NULL || entry == NULL || PyDict_SetItem(entries, number, entry) < 0;
-        Py_XDECREF(entries);
+        Py_buffer *record = &hot->sides[request & 1].record;
+        PyObject *entry = PyBytes_FromStringAndSize(record->buf, record->len);
+        int failed = entry == NULL || PyDict_SetItem(*hot->entries, number, entry) < 0;
         Py_XDECREF(entry);
         recording = failed ? -1 : 1;
     }
     if (recording < 0) {
-        goto end;
+        return -1;
     }
-    if (begins) {
-        PyObject *pair = PyTuple_Pack(2, PyTuple_GET_ITEM(answer, 0), PyTuple_GET_ITEM(answer, 4));
-        Py_SETREF(answer, pair);
-        if (answer == NULL) {
-            goto end;
-        }
-    }
-    if ((replies = get(supervisor, &f_answers)) == NULL ||
-        (after = get(buffers, &f_after)) == NULL) {
-        goto end;
-    }
-    if (put(supervisor, &f_last_answer, answer) < 0 ||
-        put(replies, &f_seen, number) < 0 ||
-        put(supervisor, &f_number, number) < 0 ||
-        put(supervisor, &f_state, PyTuple_GET_ITEM(after, meaning)) < 0) {
-        goto end;
-    }
+    put(hot->last_answer, answer);
+    put(hot->seen, number);
+    put(hot->number, number);
+    put(hot->state, PyTuple_GET_ITEM(hot->after, meaning));
     if (begins) {
         if (called(PyObject_CallMethodOneArg(supervisor, s_note_beginning, number)) < 0) {
-            goto end;
+            return -1;
         }
     }
     else {
         if (meaning && called(PyObject_CallMethodObjArgs(supervisor, s_note_ends, answer, number, NULL)) < 0) {
-            goto end;
+            return -1;
         }
-        long long steps;
-        if ((kept = get(supervisor, &f_record)) == NULL || get_number(kept, &f_steps, &steps) < 0) {
-            goto end;
+        long long steps = PyLong_AsLongLong(*hot->steps);
+        PyObject *more = steps == -1 && PyErr_Occurred() ? NULL : PyLong_FromLongLong(steps + 1);
+        if (more == NULL) {
+            return -1;
         }
-        PyObject *more = PyLong_FromLongLong(steps + 1);
-        int failed = more == NULL || put(kept, &f_steps, more) < 0;
-        Py_XDECREF(more);
-        if (failed) {
-            goto end;
+        Py_SETREF(*hot->steps, more);
+    }
+    return look_after(supervisor, hot, number, request, meaning);
+}
+
+static Outcome
+take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t place, Taking *taking)
+{
+    int64_t request;
+    PyObject *number = NULL, *answer = NULL, *known;
+    Hot *hot = hot_of(supervisor, &number, &request);
+    if (hot == NULL) {
+        return PyErr_Occurred() ? FAILED : LEFT;
+    }
+    int is_there = *hot->state == taking->state ? wait_for(supervisor, hot, number, request, taking) : 0;
+    if (is_there > 0 && (known = meaning_of(hot, request)) != NULL) {
+        long meaning = PyLong_AsLong(known);
+        int begins = known == constant(s__BEGINS);
+        if (!begins || atomic_load(&hot->words->words[REQUEST]) == request) {
+            answer = read_reply(hot, number, request);
+            if (answer == Py_None) {
+                Py_SETREF(answer, PyObject_CallMethodOneArg(supervisor, s_with_infos, number));
+            }
+            if (answer != NULL && begins && answer != Py_None) {
+                Py_SETREF(answer, PyTuple_Pack(2, PyTuple_GET_ITEM(answer, 0), PyTuple_GET_ITEM(answer, 4)));
+            }
+        }
+        if (answer == Py_None ||
+            (answer != NULL && (commit(supervisor, hot, number, request, answer, meaning, begins) < 0 ||
+                                (meaning && taking->leaves_ends)))) {
+            Py_CLEAR(answer);
         }
     }
-    long long started;
-    double sample;
-    if (get_number(replies, &f_started, &started) < 0 || number_constant(s_SAMPLE, &sample) < 0) {
-        goto end;
+    Py_DECREF(number);
+    Py_DECREF(hot);
+    if (answer != NULL && PyList_SetItem(answers, place, answer) == 0) {
+        return DONE;
     }
-    if (started == asked) {
-        if (called(PyObject_CallMethodOneArg(supervisor, s_note_starts, number)) < 0) {
-            goto end;
-        }
-    }
-    else {
-        int looks_now = !(asked & (int64_t)sample);
-        if (!looks_now && meaning) {
-            PyObject *maintenance = get(supervisor, &f_maintenance);
-            PyObject *recycling = maintenance == NULL ? NULL : get(maintenance, &f_recycling);
-            looks_now = recycling == NULL ? -1 : get_truth(recycling, &f_wanted);
-            Py_XDECREF(maintenance);
-            Py_XDECREF(recycling);
-        }
-        if (looks_now < 0 || (looks_now && called(PyObject_CallMethodNoArgs(supervisor, s_look_at_limits)) < 0)) {
-            goto end;
-        }
-    }
-    if (meaning && taking->leaves_ends) {
-        outcome = LEFT;
-        goto end;
-    }
-    if (PyList_SetItem(answers, place, Py_NewRef(answer)) < 0) {
-        goto end;
-    }
-    outcome = DONE;
-end:
-    Py_XDECREF(buffers);
-    Py_XDECREF(words);
-    Py_XDECREF(number);
-    Py_XDECREF(records);
-    Py_XDECREF(record);
-    Py_XDECREF(meanings);
-    Py_XDECREF(head);
-    Py_XDECREF(read);
-    Py_XDECREF(answer);
-    Py_XDECREF(journal);
-    Py_XDECREF(replies);
-    Py_XDECREF(after);
-    Py_XDECREF(kept);
-    return outcome;
+    return PyErr_Occurred() ? FAILED : LEFT;
 }
 
 /* Takes a lock; it is not held if that fails. */
 static PyObject *
 locked(PyObject *supervisor)
 {
-    PyObject *lock = get(supervisor, &f_lock);
+    PyObject **place = place_of(supervisor, &f_lock), *lock = place == NULL ? NULL : Py_XNewRef(*place);
     if (lock != NULL && called(PyObject_CallMethodNoArgs(lock, s_acquire)) < 0) {
         Py_CLEAR(lock);
     }
@@ -1493,20 +1178,21 @@ to functions of the reference, result by result. */
 typedef struct {
     Py_buffer bank, place, whole; /* place: of the payload; whole: of all observations, if they are arrays */
     PyObject *dtype, *cells, *key, *digest, *side;
+    PyObject **reply_flags; /* an attribute of side */
     Py_ssize_t rewards, flags, unset; /* unset: bytes of flags and of digests of final observations */
 } Side;
 
 #define STEPPER(X)                                                                                                     \
     X(reference) X(rest) X(note_error) X(finish) X(fail) X(write_payload) X(take_info) X(told) X(words) X(calls)       \
-    X(decode) X(packer)
+    X(decode) X(packer) X(is_verbatim)
 
 typedef struct {
     PyObject_HEAD
-#define DECLARE_MEMBER(word) PyObject *word;
     STEPPER(DECLARE_MEMBER)
     Side sides[2];
     Infos infos;
     Py_ssize_t slots;
+    int verbatim; /* the values of the only env travel to the bit */
 } Stepper;
 
 /* Appends (slot, info) to the list; takes the reference to the info. */
@@ -1574,7 +1260,7 @@ refused(void)
 static Outcome
 write_observation(Side *side, Py_ssize_t slot, PyObject *observation)
 {
-    if (side->whole.buf != NULL && Py_IS_TYPE(observation, ndarray)) {
+    if (side->whole.buf != NULL && (PyObject *)Py_TYPE(observation) == ndarray) {
         PyObject *dtype = PyObject_GetAttr(observation, s_dtype);
         Py_XDECREF(dtype); /* the array has it */
         Py_buffer seen;
@@ -1600,26 +1286,41 @@ write_observation(Side *side, Py_ssize_t slot, PyObject *observation)
     return failed ? refused() : DONE;
 }
 
-/* Writes what one of several envs returned; LEFT: the reference is to. */
+/* Whether an env has returned False for this flag, to the bit if it is verbatim. */
 static Outcome
-write_row(Side *side, Py_ssize_t slot, PyObject *result)
+goes_on(Stepper *self, PyObject *flag)
+{
+    int is_true = flag == Py_False ? 0 : self->verbatim ? 1 : PyObject_IsTrue(flag);
+    return is_true < 0 ? refused() : is_true ? LEFT : DONE;
+}
+
+/* Writes what an env returned; LEFT: the reference is to. */
+static Outcome
+write_row(Stepper *self, Side *side, Py_ssize_t slot, PyObject *result)
 {
     if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != 5) {
         return LEFT;
     }
     for (int flag = 2; flag < 4; flag++) {
-        PyObject *value = PyTuple_GET_ITEM(result, flag);
-        int is_true = value == Py_False ? 0 : PyObject_IsTrue(value);
-        if (is_true) {
-            return is_true < 0 ? refused() : LEFT;
+        Outcome outcome = goes_on(self, PyTuple_GET_ITEM(result, flag));
+        if (outcome != DONE) {
+            return outcome;
         }
     }
-    double reward = PyFloat_AsDouble(PyTuple_GET_ITEM(result, 1));
+    PyObject *observation = PyTuple_GET_ITEM(result, 0), *given = PyTuple_GET_ITEM(result, 1);
+    if (self->verbatim) {
+        int is_float64 = (PyObject *)Py_TYPE(given) == float64;
+        if (!(is_float64 || PyFloat_CheckExact(given)) || (PyObject *)Py_TYPE(observation) != ndarray) {
+            return LEFT;
+        }
+        ((unsigned char *)side->bank.buf)[4] = is_float64; /* its place in REWARD_TYPES, see wire/codecs.py */
+    }
+    double reward = PyFloat_AsDouble(given);
     if (reward == -1.0 && PyErr_Occurred()) {
         return refused();
     }
     memcpy((char *)side->bank.buf + side->rewards + 8 * slot, &reward, sizeof reward);
-    return write_observation(side, slot, PyTuple_GET_ITEM(result, 0));
+    return write_observation(side, slot, observation);
 }
 
 /* Takes the exception that is set as an argument, if an env may raise it; new reference. */
@@ -1659,7 +1360,7 @@ done_with(Stepper *self)
     Py_RETURN_NONE;
 }
 
-/* What several envs have come to besides their rows. */
+/* What envs have come to besides their rows. */
 typedef struct {
     PyObject *infos, *failures; /* a list and a dict, or NULL */
     Py_ssize_t taken;           /* so many infos have been taken as numbers, of the first slots */
@@ -1681,13 +1382,29 @@ begin_beside(Stepper *self, Beside *beside)
     return beside->infos == NULL || beside->failures == NULL ? -1 : 0;
 }
 
-/* Steps one of several envs; new reference to its info. */
+/* The actions of all slots, or the action of the only env; new reference. */
+static PyObject *
+actions_of(Stepper *self, PyObject *number, const unsigned char *bank)
+{
+    if (bank[1] == INT) {
+        int64_t value;
+        memcpy(&value, bank + HEAD, sizeof value);
+        return PyLong_FromLongLong(value);
+    }
+    PyObject *tag = PyLong_FromLong(bank[1]);
+    PyObject *decoded = tag == NULL ? NULL : PyObject_CallFunctionObjArgs(self->decode, number, tag, NULL);
+    Py_XDECREF(tag);
+    return decoded;
+}
+
+/* Steps an env; new reference to its info. */
 static PyObject *
 step_slot(Stepper *self, Side *side, Py_ssize_t slot, PyObject *actions)
 {
-    PyObject *call = PySequence_GetItem(self->calls, slot), *action = PySequence_GetItem(actions, slot), *info = NULL;
+    PyObject *call = PySequence_GetItem(self->calls, slot), *info = NULL;
+    PyObject *action = self->verbatim ? Py_NewRef(actions) : PySequence_GetItem(actions, slot);
     PyObject *result = call == NULL || action == NULL ? NULL : PyObject_CallOneArg(call, action);
-    Outcome outcome = result == NULL ? FAILED : write_row(side, slot, result);
+    Outcome outcome = result == NULL ? FAILED : write_row(self, side, slot, result);
     if (outcome == DONE) {
         info = Py_NewRef(PyTuple_GET_ITEM(result, 4));
     }
@@ -1721,11 +1438,11 @@ note_info(Stepper *self, Beside *beside, Py_ssize_t slot, PyObject *info)
     return is_some < 0 || failed ? -1 : 0;
 }
 
-/* Notes the error of a slot. */
+/* Notes the error of a slot; that of a single env is the answer to the request. */
 static int
 note_error(Stepper *self, Side *side, Beside *beside, Py_ssize_t slot)
 {
-    PyObject *error = taken_exception();
+    PyObject *error = self->verbatim ? NULL : taken_exception();
     if (error == NULL) {
         return -1;
     }
@@ -1739,23 +1456,23 @@ note_error(Stepper *self, Side *side, Beside *beside, Py_ssize_t slot)
 }
 
 static int
-rows_answered(Stepper *self, Side *side, PyObject *number, int64_t request, Beside *beside)
+answer(Stepper *self, Side *side, PyObject *number, int64_t request, Beside *beside)
 {
     if (beside->infos == NULL && beside->taken && beside->taken < self->slots && begin_beside(self, beside) < 0) {
         return -1;
     }
+    long flags = PyLong_AsLong(*side->reply_flags);
+    if (flags == -1 && PyErr_Occurred()) {
+        return -1;
+    }
     int is_more = beside->infos != NULL && (PyList_GET_SIZE(beside->infos) || PyDict_GET_SIZE(beside->failures));
-    if (is_more || PyDict_GET_SIZE(self->told)) {
+    if (is_more || PyDict_GET_SIZE(self->told) || flags & IRREGULAR) {
         if (begin_beside(self, beside) < 0 ||
             called(PyObject_CallFunctionObjArgs(self->finish, number, side->side, beside->infos, beside->failures,
                                                 NULL)) < 0) {
             return -1;
         }
         return learn_from_packer(self);
-    }
-    long long flags;
-    if (get_number(side->side, &f_flags, &flags) < 0) {
-        return -1;
     }
     if (flags) {
         ((unsigned char *)side->bank.buf)[3] = (unsigned char)flags;
@@ -1771,21 +1488,27 @@ rows_answered(Stepper *self, Side *side, PyObject *number, int64_t request, Besi
 }
 
 static PyObject *
-step_rows(Stepper *self, PyObject *number, int64_t request)
+step_once(Stepper *self, PyObject *number)
 {
+    long long request = PyLong_AsLongLong(number);
+    if (request == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
     Side *side = &self->sides[request & 1];
     unsigned char *bank = side->bank.buf;
-    if (bank[0] != STEP || bank[1] & SKIPPED || bank[1] < ARRAY) {
+    if (bank[0] != STEP || bank[1] & SKIPPED || (bank[1] < ARRAY && !self->verbatim)) {
         return PyObject_CallOneArg(self->reference, number);
     }
     _Atomic int64_t *words = ((Words *)self->words)->words;
     atomic_store(&words[BUSY], request);
     memset(bank + side->flags, 0, side->unset);
     Beside beside = {0};
-    PyObject *zero = PyLong_FromLong(0), *tag = PyLong_FromLong(bank[1]);
-    PyObject *actions = NULL;
-    int failed = zero == NULL || tag == NULL || put(side->side, &f_flags, zero) < 0 ||
-                 (actions = PyObject_CallFunctionObjArgs(self->decode, number, tag, NULL)) == NULL;
+    PyObject *zero = PyLong_FromLong(0), *actions = NULL;
+    int failed = zero == NULL;
+    if (!failed) {
+        put(side->reply_flags, zero);
+        failed = (actions = actions_of(self, number, bank)) == NULL;
+    }
     for (Py_ssize_t slot = 0; slot < self->slots && !failed; slot++) {
         atomic_store(&words[SLOT], slot + 1);
         PyObject *info = step_slot(self, side, slot, actions);
@@ -1793,100 +1516,18 @@ step_rows(Stepper *self, PyObject *number, int64_t request)
             failed = note_error(self, side, &beside, slot) < 0;
         }
     }
-    failed = failed || rows_answered(self, side, number, request, &beside) < 0;
+    failed = failed || answer(self, side, number, request, &beside) < 0;
     failed = failed && answer_failed(self, number) < 0;
     Py_XDECREF(zero);
-    Py_XDECREF(tag);
     Py_XDECREF(actions);
     Py_XDECREF(beside.infos);
     Py_XDECREF(beside.failures);
     return failed ? NULL : done_with(self);
 }
 
-/* Writes what the only env returned to the bit; LEFT: the reference is to. */
-static Outcome
-write_exactly(Stepper *self, Side *side, PyObject *number, int64_t request, PyObject *result)
-{
-    unsigned char *bank = side->bank.buf;
-    int64_t flags;
-    memcpy(&flags, bank + side->flags, sizeof flags);
-    if (flags || !PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != 5 ||
-        PyTuple_GET_ITEM(result, 2) != Py_False || PyTuple_GET_ITEM(result, 3) != Py_False ||
-        !Py_IS_TYPE(PyTuple_GET_ITEM(result, 0), ndarray)) {
-        return LEFT;
-    }
-    PyObject *reward = PyTuple_GET_ITEM(result, 1), *info = PyTuple_GET_ITEM(result, 4);
-    int is_float64 = Py_IS_TYPE(reward, float64), is_some = !PyDict_CheckExact(info) || PyDict_GET_SIZE(info);
-    if (!(is_float64 || PyFloat_CheckExact(reward)) ||
-        (is_some && (!PyDict_CheckExact(info) || !take_numbers(&self->infos, 0, info)))) {
-        return LEFT;
-    }
-    Outcome outcome = write_observation(side, 0, PyTuple_GET_ITEM(result, 0));
-    if (outcome != DONE) {
-        return outcome;
-    }
-    memcpy(bank + side->rewards, &((PyFloatObject *)reward)->ob_fval, sizeof(double));
-    if (is_float64) {
-        bank[4] = 1; /* its place in REWARD_TYPES, see wire/codecs.py */
-    }
-    if (side->digest != Py_None && called(PyObject_CallNoArgs(side->digest)) < 0) {
-        return FAILED;
-    }
-    if (is_some) {
-        return write_numbers(self, side, number, request) < 0 ? FAILED : DONE;
-    }
-    write_no_payload(self, request);
-    return DONE;
-}
-
-static PyObject *
-step_exactly(Stepper *self, PyObject *number, int64_t request)
-{
-    Side *side = &self->sides[request & 1];
-    unsigned char *bank = side->bank.buf;
-    if (bank[0] != STEP || bank[1] & SKIPPED) {
-        return PyObject_CallOneArg(self->reference, number);
-    }
-    _Atomic int64_t *words = ((Words *)self->words)->words;
-    atomic_store(&words[BUSY], request);
-    atomic_store(&words[SLOT], 1);
-    PyObject *action = NULL, *call = NULL, *result = NULL;
-    if (bank[1] == INT) {
-        int64_t value;
-        memcpy(&value, bank + HEAD, sizeof value);
-        action = PyLong_FromLongLong(value);
-    }
-    else {
-        PyObject *tag = PyLong_FromLong(bank[1]);
-        action = tag == NULL ? NULL : PyObject_CallFunctionObjArgs(self->decode, number, tag, NULL);
-        Py_XDECREF(tag);
-    }
-    if (action != NULL && (call = PySequence_GetItem(self->calls, 0)) != NULL) {
-        result = PyObject_CallOneArg(call, action);
-    }
-    Outcome outcome = result == NULL ? FAILED : write_exactly(self, side, number, request, result);
-    if (outcome == LEFT) {
-        int failed = called(PyObject_CallFunctionObjArgs(self->rest, number, result, NULL)) < 0 ||
-                     learn_from_packer(self) < 0;
-        outcome = failed ? FAILED : DONE;
-    }
-    if (outcome == FAILED) {
-        outcome = answer_failed(self, number) < 0 ? FAILED : DONE;
-    }
-    Py_XDECREF(action);
-    Py_XDECREF(call);
-    Py_XDECREF(result);
-    return outcome == FAILED ? NULL : done_with(self);
-}
-
-static PyTypeObject RowsStepType;
-
-static PyObject *step_once(Stepper *self, PyObject *number);
-
 static int
 stepper_traverse(Stepper *self, visitproc visit, void *arg)
 {
-#define VISIT_MEMBER(word) Py_VISIT(self->word);
     STEPPER(VISIT_MEMBER)
     for (int side = 0; side < 2; side++) {
         Py_VISIT(self->sides[side].cells);
@@ -1899,7 +1540,6 @@ stepper_traverse(Stepper *self, visitproc visit, void *arg)
 static int
 stepper_clear(Stepper *self)
 {
-#define CLEAR_MEMBER(word) Py_CLEAR(self->word);
     STEPPER(CLEAR_MEMBER)
     for (int each = 0; each < 2; each++) {
         Side *side = &self->sides[each];
@@ -1925,15 +1565,6 @@ stepper_dealloc(Stepper *self)
 }
 
 static int
-get_offset(PyObject *layout, PyObject *name, Py_ssize_t *offset)
-{
-    PyObject *found = PyObject_GetAttr(layout, name);
-    *offset = found == NULL ? -1 : PyLong_AsSsize_t(found);
-    Py_XDECREF(found);
-    return *offset == -1 && PyErr_Occurred() ? -1 : 0;
-}
-
-static int
 take_side(Side *side, PyObject *given, Py_ssize_t slots)
 {
     PyObject *bank, *place, *whole, *view = NULL, *layout = NULL;
@@ -1950,9 +1581,10 @@ take_side(Side *side, PyObject *given, Py_ssize_t slots)
                  (layout = PyObject_GetAttr(bank, s_layout)) == NULL ||
                  PyObject_GetBuffer(view, &side->bank, PyBUF_WRITABLE) < 0 ||
                  PyObject_GetBuffer(place, &side->place, PyBUF_WRITABLE) < 0 ||
-                 get_offset(layout, s_rewards, &side->rewards) < 0 ||
-                 get_offset(layout, s_terminated, &side->flags) < 0 ||
-                 get_offset(layout, s_shown, &side->unset) < 0;
+                 number_at(layout, "rewards", &side->rewards) < 0 ||
+                 number_at(layout, "terminated", &side->flags) < 0 ||
+                 number_at(layout, "shown", &side->unset) < 0 ||
+                 (side->reply_flags = place_named(side->side, "flags")) == NULL;
     side->unset -= side->flags;
     if (!failed && whole != Py_None) {
         failed = (side->dtype = PyObject_GetAttr(whole, s_dtype)) == NULL ||
@@ -1996,14 +1628,12 @@ stepper_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return PyErr_Format(PyExc_TypeError, "a stepper has words, and a list of calls");
     }
     self->slots = PyList_GET_SIZE(self->calls);
-    int is_whole = self->reference && self->rest && self->fail && self->write_payload && self->decode && self->packer;
-    if (type == &RowsStepType) {
-        is_whole = is_whole && self->note_error && self->finish && self->take_info && self->told;
-    }
-    if (!is_whole) {
+#define IS_MISSING(word) || self->word == NULL
+    if (0 STEPPER(IS_MISSING)) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_TypeError, "something that a stepper is made of is missing");
     }
+    self->verbatim = self->is_verbatim == Py_True && self->slots == 1;
     for (int side = 0; side < 2; side++) {
         if (take_side(&self->sides[side], PyTuple_GET_ITEM(sides, side), self->slots) < 0) {
             Py_DECREF(self);
@@ -2023,31 +1653,18 @@ stepper_call(Stepper *self, PyObject *args, PyObject *kwargs)
     return step_once(self, number);
 }
 
-#define STEPPER_TYPE(type, title, text)                                                                                \
-    static PyTypeObject type = {                                                                                       \
-        PyVarObject_HEAD_INIT(NULL, 0)                                                                                 \
-        .tp_name = "multienv._native." title,                                                                          \
-        .tp_doc = PyDoc_STR(text),                                                                                     \
-        .tp_basicsize = sizeof(Stepper),                                                                               \
-        .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,                                                           \
-        .tp_new = stepper_new,                                                                                         \
-        .tp_traverse = (traverseproc)stepper_traverse,                                                                 \
-        .tp_clear = (inquiry)stepper_clear,                                                                            \
-        .tp_dealloc = (destructor)stepper_dealloc,                                                                     \
-        .tp_call = (ternaryfunc)stepper_call,                                                                          \
-    };
-STEPPER_TYPE(RowsStepType, "RowsStep", "Executes a request; steps several envs. See worker/rows.py.")
-STEPPER_TYPE(ExactStepType, "ExactStep", "Executes a request; steps one env. See worker/exact.py.")
-
-static PyObject *
-step_once(Stepper *self, PyObject *number)
-{
-    long long request = PyLong_AsLongLong(number);
-    if (request == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    return Py_IS_TYPE(self, &RowsStepType) ? step_rows(self, number, request) : step_exactly(self, number, request);
-}
+static PyTypeObject StepType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "multienv._native.Step",
+    .tp_doc = PyDoc_STR("Executes a request; see worker/stepper.py."),
+    .tp_basicsize = sizeof(Stepper),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = stepper_new,
+    .tp_traverse = (traverseproc)stepper_traverse,
+    .tp_clear = (inquiry)stepper_clear,
+    .tp_dealloc = (destructor)stepper_dealloc,
+    .tp_call = (ternaryfunc)stepper_call,
+};
 
 PyDoc_STRVAR(serve_doc, "serve(words, handle, last, untimed, seconds, forks, wake)\n--\n\n\
 Execute steps as they come, until another request than a step comes, or a step that is to be timed, or none within so\n\
@@ -2066,7 +1683,7 @@ serve(PyObject *module, PyObject *args)
     if (learn_names() < 0) {
         return NULL;
     }
-    int serves = Py_IS_TYPE(handle, &RowsStepType) || Py_IS_TYPE(handle, &ExactStepType);
+    int serves = Py_IS_TYPE(handle, &StepType);
     while (differs(words, REQUEST, last, seconds) && serves) {
         int64_t request = atomic_load(&words->words[REQUEST]);
         unsigned char *bank = ((Stepper *)handle)->sides[request & 1].bank.buf;
@@ -2085,7 +1702,7 @@ serve(PyObject *module, PyObject *args)
         Py_DECREF(is_astray);
         last = request;
         atomic_store(&words->words[REPLY], request);
-        int failed = atomic_load(&words->words[TRAINER_SLEEPS]) && called(PyObject_CallOneArg(wake, number)) < 0;
+        int failed = atomic_load(&words->words[TRAINER_SLEEPS]) && called(PyObject_CallNoArgs(wake)) < 0;
         Py_DECREF(number);
         if (failed) {
             return NULL;
@@ -2206,10 +1823,6 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__native(void)
 {
-#define INTERN_FIELD(word)                                                                                             \
-    if ((f_##word.name = PyUnicode_InternFromString(#word)) == NULL) {                                                 \
-        return NULL;                                                                                                   \
-    }
 #define INTERN_NAME(word)                                                                                              \
     if ((s_##word = PyUnicode_InternFromString(#word)) == NULL) {                                                      \
         return NULL;                                                                                                   \
@@ -2217,13 +1830,15 @@ PyInit__native(void)
     for (uint64_t place = 0; place < BLOCK_WORDS; place++) {
         keys[place] = mixed((place + 1) * 0x9E3779B97F4A7C15u);
     }
-    FIELDS(INTERN_FIELD)
-    f_limit_of_pending.name = f_limit.name;
     NAMES(INTERN_NAME)
     CONSTANTS(INTERN_NAME)
+    f_buffers.name = PyUnicode_InternFromString("buffers");
+    f_lock.name = PyUnicode_InternFromString("lock");
+    if (f_buffers.name == NULL || f_lock.name == NULL) {
+        return NULL;
+    }
     PyObject *module = PyModule_Create(&definition);
-    PyTypeObject *types[] = {&WordsType, &PartsType, &IntegersType, &ReaderType, &RowsReaderType,
-                             &RowsStepType, &ExactStepType};
+    PyTypeObject *types[] = {&WordsType, &PartsType, &HotType, &StepType};
     for (size_t each = 0; each < sizeof types / sizeof *types; each++) {
         if (module != NULL && PyModule_AddType(module, types[each]) < 0) {
             Py_CLEAR(module);

@@ -53,7 +53,7 @@ class ExactStep:
     def __call__(self, number: int) -> Any: ...
 
 def serve(
-    words: Words, handle: Any, last: int, untimed: int, seconds: float, forks: Any, wake: Callable[[int], object]
+    words: Words, handle: Any, last: int, untimed: int, seconds: float, forks: Any, wake: Callable[[], object]
 ) -> int: ...
 def ask(
     supervisors: Sequence[Any],

@@ -28,7 +28,6 @@ Each message says what happened, the likely cause, and what to do next.
 from __future__ import annotations
 
 import multiprocessing
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -315,30 +314,3 @@ class InfosNotMergedError(MultienvError):
 __all__ = [
     name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, MultienvError)
 ]
-
-# Names of earlier versions, and what is raised in their place.
-_RENAMED: dict[str, type[Exception]] = {
-    "ClusterLostError": ClusterError,
-    "EnvFnError": UsageError,
-    "EnvRaisedError": EnvError,
-    "HangingPoisonError": WorkerHungError,
-    "NotForkableError": UsageError,
-    "NotInitializedError": UsageError,
-    "NotShareableError": ValueError,
-    "NothingPendingError": gymnasium.error.NoAsyncCallError,
-    "PoisonError": WorkerLostError,
-    "ReplyBrokenError": WorkerLostError,
-    "ReportError": UsageError,
-    "SeedError": UsageError,
-    "SpaceMismatchError": RuntimeError,
-    "WorkerDiedError": WorkerLostError,
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Return what is raised in place of an error of an earlier version, with a DeprecationWarning."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = _RENAMED[name]
-    warnings.warn(f"{name} is gone: catch {found.__name__}.", DeprecationWarning, stacklevel=2)
-    return found

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kit import assert_nothing_left, monitor_itself, snapshot_resources
+from kit import CounterEnv, assert_nothing_left, monitor_itself, snapshot_resources
+from multienv import SubprocessEnv
 from multienv.native import native
 
 # Trainers that tests launch as programs of their own find the kit too.
@@ -88,3 +89,10 @@ def nothing_left_by_all() -> Iterator[None]:
 def marker(tmp_path: Path) -> str:
     """The path of a marker that makes a fault strike once."""
     return str(tmp_path / "struck")
+
+
+@pytest.fixture(scope="module")
+def monitor_stays() -> Iterator[None]:
+    """Keep a worker, and with it the monitor, which would end and be launched again between many tests of a module."""
+    with SubprocessEnv(CounterEnv):
+        yield

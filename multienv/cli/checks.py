@@ -12,7 +12,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -31,14 +31,14 @@ from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
 from multienv.cli.watching import Noticed, seeded, watched
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import EnvError, MultienvError, UsageError, WorkerHungError, WorkerLostError
+from multienv.errors import EnvError, MultienvError, RestartBudgetExceeded, UsageError, WorkerHungError, WorkerLostError
 from multienv.events import Event, Loss, Recovery, Statistics
 from multienv.recovery.verification import is_comparable
 from multienv.testing.killer import KillManner, send
 from multienv.testing.side_by_side import EnvFn
 
 Verdict = Literal["ok", "note", "truncates", "broken"]
-Outcome = Literal["exact", "replayed", "unknown", "truncated", "differs", "strayed"]
+Outcome = Literal["exact", "replayed", "truncated", "differs", "strayed"]
 Conclusion = Literal["recoverable", "truncates", "unknown", "broken"]
 
 # Limits of the first walk. Later walks take the same number of steps.
@@ -63,8 +63,8 @@ _ANNOUNCED = 0.2
 _EPISODE_STEPS, _LEAST_EPISODES, _MOST_EPISODES, _EPISODES_SECONDS = 20, 3, 50, 0.5
 # Memory that comes and goes in a process without a leak.
 _NOISE = 256 * 2**10
-# A check ends if the env itself loses more workers than this in one walk, or one in a walk of so many seconds.
-_OWN_LOSSES, _OWN_LOSSES_SECONDS = 3, 60.0
+# A check ends when it has lost more workers than this.
+_MOST_LOSSES = 4
 # A check that the env itself spoils is tried once more, but not when the examination has taken so many seconds.
 _SECOND_TRIES_UNTIL = 120.0
 # Recommended deadlines: so many times the slowest step or reset, and at least so many seconds.
@@ -77,8 +77,7 @@ _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
 _LAST_WORDS = 10
 _USE_NP_RANDOM = "Take random numbers only from self.np_random."
 _DOES_NOT_REPEAT = "the env does not repeat itself"
-_UNSEEN = f"whether exactly cannot be seen, because {_DOES_NOT_REPEAT}"
-_THOUGH = "it does not repeat itself, though two earlier walks agreed"
+_OR_CHANCE = "Or does it not repeat itself? Run `multienv chaos`: it tells whether the env differs without a loss, too."
 _EQUAL = "from a reset, all equal"
 _MEMORY = "the env carries memory across resets"
 _OFFSCREEN = "For MuJoCo, set MUJOCO_GL=egl or MUJOCO_GL=osmesa; see docs/robot_simulators.md."
@@ -95,11 +94,7 @@ _OUR_FRAMES = re.compile(
 
 
 class SpoiledError(Exception):
-    """Raised when a check cannot tell anything: the env itself crashed or hung, and its episode was lost."""
-
-
-class LostAgainError(Exception):
-    """Raised when the env itself loses worker after worker."""
+    """Raised when a check cannot tell anything: the env does not repeat itself, or has ended its worker by itself."""
 
 
 class Row(NamedTuple):
@@ -136,9 +131,9 @@ class Patient:
         anew: Whether the env begins anew in each reset; ``None``: not known.
         batch: What a vector env can do with it: ``"shared"``: several are in a worker; ``"alone"``: one is in each;
             ``"none"``: it does not take the env.
-        ways: The outcome of recovery by a snapshot and by the journal. ``"unknown"``: the worker comes back, but an env
-            that does not repeat itself does not show whether exactly. ``"strayed"``: repeated from a reset, and then
-            otherwise. ``"differs"``: otherwise, though it counted as exact.
+        ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
+            ``"strayed"``: repeated from a reset, and then otherwise. ``"differs"``: otherwise, though it counted as
+            exact.
         memory: Bytes of a worker that has just built the env.
         recycling: The options of RestartPolicy that help against the env's leaks.
         crashed, hung: How often the env itself crashed or hung; the doctor's own strikes do not count.
@@ -189,13 +184,7 @@ class Patient:
         """Return what is said of the env in the end, if it runs at all."""
         if self.verdict == "ok":
             return "recoverable"
-        return "unknown" if not self.ways or self.unseen_ways else "truncates"
-
-    @property
-    def unseen_ways(self) -> list[str]:
-        """Return the ways by which an env comes back that does not show whether exactly."""
-        came_back = ("exact", "replayed", "unknown")
-        return [] if self.again else [way for way, outcome in self.ways.items() if outcome in came_back]
+        return "truncates" if self.ways else "unknown"
 
     @property
     def own_faults(self) -> str:
@@ -251,13 +240,12 @@ def _tried(check: Callable[[Patient], Row | None], patient: Patient) -> Row | No
     for is_last in (False, True):
         try:
             return check(patient)
-        except LostAgainError as error:
-            return Row("note", f"not known: {error}")
         except Exception as error:  # the env caused it, and multienv raised it
             if isinstance(error, WorkerLostError) and check is not renders:
                 patient.note_own_loss(error)
             is_chance = isinstance(error, WorkerLostError | SpoiledError) and check is not steps  # it has tried itself
             is_chance = is_chance and not (check is builds and isinstance(error, WorkerHungError))
+            is_chance = is_chance and not isinstance(error, RestartBudgetExceeded)
             if is_last or not is_chance or time.monotonic() > patient.began + _SECOND_TRIES_UNTIL:
                 return _failed(patient, error)
     raise AssertionError
@@ -394,18 +382,18 @@ def begins_anew(patient: Patient) -> Row:
         patient.note_own_loss(loss)
     place = found.walk.place_of_difference(first)
     if place is not None or found.has_strayed:
-        return _not_anew(patient, first, found.walk.episodes(None if found.has_strayed else place), longest)
+        patient.anew = False
+        episodes = found.walk.episodes(None if found.has_strayed else place)
+        return Row(
+            "note",
+            f"{_MEMORY}: seen after {episodes} episodes of at most {longest} steps",
+            'A replay from a reset counts as "replayed", and may go on otherwise. Give RestartPolicy(accept="exact") '
+            f"to have none. To have them exact, begin anew in reset(): clear all state there. {_OR_CHANCE}",
+        )
     if found.spoilt or not found.recoveries:
         raise SpoiledError(_reason(found.spoilt) if found.spoilt else "no process was lost")
     means = f"{found.walk.episodes()} episodes of at most {longest} steps are the same, though a new process goes on"
     means += f" from a reset {_times(len(found.recoveries))}"
-    place_again = _differs_when_seeded_again(patient)
-    if place_again:
-        return Row(
-            "note",
-            f"two calls of reset(seed=1) in one process give different results: {place_again} differs; but {means}",
-            f"Clear all state in reset(seed=…). {_USE_NP_RANDOM}",
-        )
     patient.anew = True
     return Row("ok", means)
 
@@ -415,33 +403,6 @@ def _episodes(patient: Patient) -> tuple[Walk, int]:
     fit_in = _ANEW_SECONDS * patient.first.steps / patient.first.seconds
     longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
     return undisturbed(patient, _ANEW_STEPS, seconds=_ANEW_SECONDS, longest=longest), longest
-
-
-def _not_anew(patient: Patient, first: Walk, episodes: int, longest: int) -> Row:
-    """Return the row of an env that goes on otherwise from a reset: is it the memory, or chance?"""
-    place = first.differs_at(undisturbed(patient, first.steps, seconds=_ANEW_SECONDS, longest=longest))
-    if place:
-        patient.again = False
-        return Row("note", f"not known: the env itself differs at {place} without a loss, too: {_THOUGH}")
-    patient.anew = False
-    return Row(
-        "note",
-        f"{_MEMORY}: seen after {episodes} episodes of at most {longest} steps",
-        'A replay from a reset counts as "replayed", and may go on otherwise. Give RestartPolicy(accept="exact") to '
-        "have none. To have them exact, begin anew in reset(): clear all state there.",
-    )
-
-
-def _differs_when_seeded_again(patient: Patient) -> str:
-    """Return the step that differs after a second reset(seed=1) in the same process, or ``""``."""
-    try:
-        with patient.worker() as env:
-            one = walk(env, patient.first.steps, seconds=_ANEW_SECONDS / 2)
-            place = one.differs_at(walk(env, one.steps))
-    except WorkerLostError as error:
-        patient.note_own_loss(error)
-        return ""
-    return place
 
 
 def draws(patient: Patient) -> Row | None:
@@ -578,19 +539,12 @@ def _look_now_and_then(look: Callable[[SubprocessEnv], object], env: SubprocessE
 def forks(patient: Patient) -> Row:
     """Kill the worker with SIGKILL after it has forked a snapshot of itself."""
     struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshot_every=max(1, patient.first.steps // 4)))
-    return struck.with_chance(_forked(patient, struck))
-
-
-def _forked(patient: Patient, struck: Struck) -> Row:
     recovery, patient.obstacle = struck.recovery, struck.statistics.no_snapshots
     if recovery.method == "snapshot":
         patient.ways["snapshot"] = struck.outcome
         if struck.outcome == "exact":
             return Row("ok", f"a killed worker is recovered exactly from its snapshot, in {duration(recovery.seconds)}")
-        if struck.outcome == "unknown":
-            took = duration(recovery.seconds)
-            return Row("note", f"a killed worker comes back from its snapshot, in {took}; {_UNSEEN}")
-        advice = "Use RestartPolicy(snapshots=False): this env changes when its process is forked."
+        advice = f"Use RestartPolicy(snapshots=False): this env changes when its process is forked. {_OR_CHANCE}"
         return Row("note", f"after a recovery from a snapshot, {struck.difference} differs silently", advice)
     if patient.obstacle:
         advice = "No snapshot is needed if replays work: see the next line."
@@ -605,21 +559,17 @@ def replays(patient: Patient) -> Row:
     """Kill the worker with SIGKILL, without snapshots. So it is on macOS, or if the env has threads."""
     struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshots=False))
     patient.ways["journal"] = struck.outcome
-    return struck.with_chance(_replayed(patient, struck))
-
-
-def _replayed(patient: Patient, struck: Struck) -> Row:
     if struck.outcome == "truncated":
         advice = f"Only snapshots recover it. {struck.advice}" if patient.verdict == "ok" else struck.advice
         return Row(_unless_recoverable(patient), f"a new process does not repeat it: {struck.reason}", advice.rstrip())
     if struck.outcome == "differs":
         advice = 'Use RestartPolicy(on_crash="truncate", on_timeout="truncate"). Is its state outside its process?'
+        advice += f" {_OR_CHANCE}"
         return Row("truncates", struck.replay, advice)
     if struck.outcome == "strayed":
         advice = 'RestartPolicy(accept="exact") takes no replay from a reset. Or begin anew in reset().'
+        advice += f" {_OR_CHANCE}"
         return Row(_unless_recoverable(patient), struck.replay, advice)
-    if struck.outcome == "unknown":
-        return Row("note", struck.replay)
     if patient.anew is False:
         means = f"{struck.replay}; but later in a run it begins at a reset, and {_MEMORY}"
         return Row(_unless_recoverable(patient), means, "See the line begins anew.")
@@ -641,18 +591,19 @@ def hangs(patient: Patient) -> Row:
     if recovery.method == "snapshot":
         patient.ways.setdefault("snapshot", struck.outcome)
     took = f"{duration(recovery.seconds)} after its deadline"
-    back = f"a hung worker comes back, {took}"
     if struck.outcome in ("differs", "strayed"):
-        row = Row(_unless_recoverable(patient), f"after a hang, {struck.difference} differs", "Use the options below.")
-    elif struck.outcome == "truncated":
-        row = Row(_unless_recoverable(patient), f"the episode of a hung worker is truncated, {took}")
-    elif struck.outcome == "unknown":
-        row = Row("note", f"{back}; {_UNSEEN}")
-    elif struck.outcome == "replayed":
-        row = Row("ok", f"{back}: a new process repeats {recovery.replayed} requests {_EQUAL}")
-    else:
-        row = Row("ok", f"a hung worker is recovered exactly, {took}")
-    return struck.with_chance(row)
+        return Row(
+            _unless_recoverable(patient),
+            f"after a hang, {struck.difference} differs",
+            f"Use the options below. {_OR_CHANCE}",
+        )
+    if struck.outcome == "truncated":
+        return Row(_unless_recoverable(patient), f"the episode of a hung worker is truncated, {took}")
+    if struck.outcome == "replayed":
+        return Row(
+            "ok", f"a hung worker comes back, {took}: a new process repeats {recovery.replayed} requests {_EQUAL}"
+        )
+    return Row("ok", f"a hung worker is recovered exactly, {took}")
 
 
 # --- leaks ----------------------------------------------------------------------------------------
@@ -745,14 +696,12 @@ class Struck:
         difference: The reset or step at which the walk differs from the undisturbed walk.
         recovery: The recovery from the loss.
         statistics: The worker's statistics at the end.
-        chance: What has shown that the env does not repeat itself, though earlier walks did; or ``""``.
     """
 
     outcome: Outcome
     difference: str
     recovery: Recovery
     statistics: Statistics
-    chance: str = ""
 
     @property
     def reason(self) -> str:
@@ -773,95 +722,58 @@ class Struck:
         return {
             "exact": f"{repeated} exactly, in {took}",
             "replayed": f"{repeated} {_EQUAL}, in {took}",
-            "unknown": f"{repeated}, all equal, in {took}; {_UNSEEN}",
             "differs": f"after a replay, {self.difference} differs silently",
             "strayed": f"{repeated} {_EQUAL}, but then {self.difference} differs: {_MEMORY}",
             "truncated": f"a new process does not repeat it: {self.reason}",
         }[self.outcome]
 
-    def with_chance(self, row: Row) -> Row:
-        """Add to a row what has shown that the env does not repeat itself."""
-        return row._replace(meaning=f"{self.chance}; {row.meaning}") if self.chance else row
 
-
-def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
+def strike(patient: Patient, manner: KillManner, restart: RestartPolicy, **options: Any) -> Struck:
     """Walk like the first walk, and send the worker a signal when most of the steps are done.
 
     Args:
         patient: The env.
         manner: The signal.
-        **options: Options of the worker.
+        restart: The policy of the worker.
+        **options: Its other options.
 
     Raises:
-        LostAgainError: The env itself lost worker after worker.
-        SpoiledError: The env itself crashed or hung, and its episode did not go on.
+        WorkerLostError: The env itself lost worker after worker.
+        SpoiledError: The env does not repeat itself; or it crashed or hung, and its episode did not go on.
     """
-    late, began = patient.first.steps * 17 // 20, time.monotonic()
+    if not patient.again:
+        raise SpoiledError(_DOES_NOT_REPEAT)
+    late = patient.first.steps * 17 // 20
     events: list[Event] = []
     victims: list[int] = []
-    found, seen_at_events = Walk(), list[int]()
-
-    def note(event: Event) -> None:
-        events.append(event)
-        seen_at_events.append(len(found.seen))
-
-    def own_losses() -> list[Loss]:
-        return [event for event in events if isinstance(event, Loss) and event.pid not in victims]
 
     def before_step(step: int) -> None:
-        lost, took = len(own_losses()), time.monotonic() - began
-        if lost > _OWN_LOSSES or (lost and took > _OWN_LOSSES_SECONDS):
-            raise LostAgainError(f"its workers are lost again and again ({lost} in {duration(took)})")
         if step == late:
             time.sleep(_ANNOUNCED)
             victims.append(_pid(env))
             send(victims[0], manner)
 
     try:
-        with patient.worker(reports="", hooks=[note], **options) as env:
-            walk(env, patient.first.steps, before_step=before_step, found=found)
+        policy = replace(restart, max_restarts=_MOST_LOSSES)
+        with patient.worker(reports="", hooks=[events.append], restart=policy, **options) as env:
+            found = walk(env, patient.first.steps, before_step=before_step)
             known = env.statistics()
     finally:
-        for loss in own_losses():
-            patient.note_own_loss(loss)
+        for event in events:
+            if isinstance(event, Loss) and event.pid not in victims:
+                patient.note_own_loss(event)
     recoveries = [event for event in events if isinstance(event, Recovery)]
     ours = next((one for one in recoveries if one.loss.pid in victims), None)
     went_on = ("exact", "replayed")
     if ours is None or any(one.outcome not in went_on for one in recoveries if one is not ours):
         raise SpoiledError("the env itself crashed or hung during this check, and its episode did not go on")
-    chance = _differs_by_chance(patient, Walk(found.seen[: seen_at_events[0]]), found, ours)
-    difference = patient.differs_at(found) if patient.again else ""
+    difference = patient.differs_at(found)
     outcome: Outcome = "exact" if ours.outcome == "exact" else "replayed"
     if ours.outcome not in went_on:
         outcome = "truncated"
-    elif not patient.again:
-        outcome = "unknown"
     elif difference:
         outcome = "differs" if all(one.outcome == "exact" for one in recoveries) else "strayed"
-    return Struck(outcome, difference, ours, known, chance)
-
-
-def _differs_by_chance(patient: Patient, intact: Walk, found: Walk, ours: Recovery) -> str:
-    """Look whether a walk differs by the env's own doing; say so, and note that the env does not repeat itself.
-
-    Args:
-        patient: The env.
-        intact: The walk before the first loss.
-        found: The whole walk.
-        ours: The recovery from our strike.
-    """
-    if not patient.again or not patient.differs_at(found):
-        return ""
-    place = patient.differs_at(intact)
-    struck = "hung" if ours.loss.cause == "hung" else "was killed"
-    said = f"the env itself differs at {place}, before its worker {struck}"
-    if not place and ours.outcome in ("exact", "replayed"):  # after the loss: does it without one, too?
-        place = patient.differs_at(undisturbed(patient, patient.first.steps))
-        said = f"the env itself differs at {place} without a loss, too"
-    if not place:
-        return ""
-    patient.again, patient.anew = False, None
-    return f"{said}: {_THOUGH}"
+    return Struck(outcome, difference, ours, known)
 
 
 def _reason(recovery: Recovery) -> str:
@@ -872,7 +784,7 @@ def _reason(recovery: Recovery) -> str:
 def _outgrows_replays(patient: Patient) -> bool:
     """Tell whether an episode may take longer than a replay may, while only a replay recovers it."""
     is_long = patient.episode_seconds > RestartPolicy().replay_limit
-    return is_long and patient.ways.get("snapshot") not in ("exact", "unknown")
+    return is_long and patient.ways.get("snapshot") != "exact"
 
 
 def _unless_recoverable(patient: Patient) -> Verdict:
@@ -908,7 +820,7 @@ def options_for(patient: Patient) -> str:
         restart += ['accept="exact"']
     elif patient.anew and patient.again and patient.ways.get("journal") != "differs":
         restart += ["begins_anew=True"]
-    if patient.ways.get("journal") in ("exact", "replayed", "unknown") and _outgrows_replays(patient):
+    if patient.ways.get("journal") in ("exact", "replayed") and _outgrows_replays(patient):
         restart += [f"replay_limit={math.ceil(4 * patient.episode_seconds):.1f}"]
     restart += patient.recycling
     if restart:

@@ -33,7 +33,6 @@ from multienv.wire.segment import (
     TRAINER_SLEEPS,
     Segment,
 )
-from multienv.worker.main import LOOK_SIGNAL
 
 _KINDS = {STEP: "step", BEGIN: "reset"}
 _TITLE = re.compile(r"multienv (envs? (\d+)\S*)")
@@ -41,9 +40,6 @@ _TITLE = re.compile(r"multienv (envs? (\d+)\S*)")
 _SAMPLING = 0.02
 # Seconds between two searches for new workers.
 _SEARCHING = 0.2
-# Seconds that faulthandler has; and seconds without new output after which a stack counts as complete.
-_STACK_PATIENCE = 1.0
-_QUIET = 0.05
 
 
 class Worker:
@@ -52,18 +48,16 @@ class Worker:
     Args:
         process: The worker.
         segment: The segment that the worker shares with its trainer, mapped read-only.
-        offset: Where the worker writes its stacks in the segment's file.
 
     Attributes:
         first: Index of its first env in the batch; ``None``: one env without an index.
         name: The worker's name, from the title of its process: its envs.
-        pid: PID of the worker.
     """
 
-    def __init__(self, process: psutil.Process, segment: Segment, offset: int) -> None:
-        self._process, self._segment, self._offset = process, segment, offset
+    def __init__(self, process: psutil.Process, segment: Segment) -> None:
+        self._process, self._segment = process, segment
         title = _TITLE.match(" ".join(process.cmdline()))
-        self.name, self.pid = "env" if title is None else title[1], process.pid
+        self.name = "env" if title is None else title[1]
         self.first = None if title is None else int(title[2])
         self._since, self._is_older = time.monotonic(), True
         self._doing = self._work()
@@ -135,29 +129,6 @@ class Worker:
             return "building"
         return "replaying" if place >= 0 else "busy"
 
-    def stack(self) -> str:
-        """Return the stacks of all threads as faulthandler writes them, or the reason why there are none.
-
-        The worker has its own signal for this. It writes at the offset of the segment's file, which is behind
-        everything that trainer and worker use. Nothing else reads there.
-        """
-        pid, data, offset = self._process.pid, b"", self._offset
-        try:
-            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-            if LOOK_SIGNAL is None or caught is None or not int(caught[1], 16) >> (LOOK_SIGNAL - 1) & 1:
-                return "It does not handle the signal that asks for its stack: the signal would kill it."
-            self._process.send_signal(LOOK_SIGNAL)
-            until = time.monotonic() + _STACK_PATIENCE
-            while time.monotonic() < until:
-                time.sleep(0.005)
-                more = os.pread(self._segment.descriptor, 2**16, offset + len(data))
-                if more:
-                    data, until = data + more, time.monotonic() + _QUIET
-            silent = f"It did not show its stack within {_STACK_PATIENCE:g} s; it is {self._process.status()}."
-            return data.decode(errors="replace").rstrip() or silent
-        except (OSError, psutil.Error):
-            return "The process has ended."
-
     def close(self) -> None:
         """Let go of the memory."""
         self._segment.unmap()
@@ -209,11 +180,6 @@ class Trainer:
             return bool(self._process.status() != psutil.STATUS_ZOMBIE)
         return False
 
-    @property
-    def workers(self) -> list[Worker]:
-        """The workers, sorted by the indices of their envs."""
-        return sorted(self._workers.values(), key=lambda one: -1 if one.first is None else one.first)
-
     def watch(self, seconds: float) -> None:
         """Sample all workers for this time, also those that start meanwhile, and make a row of each."""
         began = searched = time.monotonic()
@@ -226,7 +192,7 @@ class Trainer:
             time.sleep(_SAMPLING)
         self._find_workers_now()
         self.rows = []
-        for worker in self.workers:
+        for worker in sorted(self._workers.values(), key=lambda one: -1 if one.first is None else one.first):
             with contextlib.suppress(psutil.Error):
                 self.rows.append(worker.row())
 
@@ -276,9 +242,7 @@ def _worker_of(family: dict[int, psutil.Process], path: Path) -> Worker | None:
         process = family.get(segment.words[PID])
         with contextlib.suppress(OSError, psutil.Error):
             if process is not None:
-                # The trainer sent its descriptor to the worker: both share one offset.
-                offset = int((path.parents[1] / "fdinfo" / path.name).read_text().split()[1])
-                return Worker(process, segment, offset)
+                return Worker(process, segment)
         segment.unmap()
     return None
 

@@ -30,7 +30,6 @@ def top(
     pid: Annotated[int | None, typer.Argument(help="PID of the trainer. Not needed if only one runs.")] = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two tables.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Watch for --every seconds, print one table, and end.")] = False,
-    stacks: Annotated[bool, typer.Option("--stacks", help="Like --once, with the stack of each worker.")] = False,
     reports: ReportsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -44,15 +43,13 @@ def top(
 
     multienv top
 
-    multienv top 4711 --stacks
+    multienv top 4711 --once
     """
     directory = store.directory_for(reports)
     with contextlib.closing(Trainer(pid)) as trainer, contextlib.suppress(KeyboardInterrupt):
-        if once or stacks or as_json or not sys.stdout.isatty():
+        if once or as_json or not sys.stdout.isatty():
             trainer.watch(every)
             document = _document(trainer, directory)
-            if stacks:
-                document["stacks"] = {f"{worker.name}, pid {worker.pid}": worker.stack() for worker in trainer.workers}
             if as_json:
                 print(json.dumps(document, indent=1))
             else:
@@ -80,7 +77,7 @@ def _document(trainer: Trainer, directory: Path | None) -> dict[str, Any]:
 
 
 def _drawn(document: dict[str, Any]) -> Group:
-    """Draw everything that is shown. The end is cut off if it does not fit, so only the stacks are behind the table."""
+    """Draw everything that is shown. The end is cut off if it does not fit, so the table is the end."""
     waited_for, reports, rows = document["waited_for"], document["reports"], document["workers"]
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"trainer {document['trainer']['pid']}: ", "bold").append(f"{document['trainer']['command']}\n")
@@ -113,8 +110,7 @@ def _drawn(document: dict[str, Any]) -> Group:
             decimal(row["rss"]),
             str(row["restarts"]),
         )
-    stacks = [Text(f"\nStack of {name}:\n{stack}") for name, stack in document.get("stacks", {}).items()]
-    return Group(text, table, *stacks)
+    return Group(text, table)
 
 
 def _seconds(row: dict[str, Any]) -> str:

@@ -61,8 +61,7 @@ class RelayChannel(Channel):
         self.segment.words[WORKER_SLEEPS] = 1  # ring() is always called
         self._bell = Bell()
         self._courier = courier
-        self._posted = 0  # the newest request that was posted
-        self._expected = self._awaited = 0  # the one whose answer is awaited though it was not posted
+        self._expected = self._posted = 0  # the newest request that is asked, before it is posted and after that
         self._layout: Any = self.segment.layout  # that the relay knows
         self._gone: Callable[[], Gone] | None = None  # not the exception: its traceback would hold everything
         self._stacks: list[str] = []
@@ -94,6 +93,7 @@ class RelayChannel(Channel):
         payload = segment.read_request_payload(number) if has_payload else None
         layout = None if segment.layout == self._layout else segment.layout
         part = bytes(bank.view[: bank.layout.rewards])
+        self._expected = number
         self._courier.post((frames.ASK, self.name, number, layout, part, payload))
         self._posted, self._layout = number, segment.layout
 
@@ -101,10 +101,10 @@ class RelayChannel(Channel):
     def wait(self, number: int, until: float | None) -> bool:
         """Sleep until the reply, the end of the process or ``until``."""
         words = self.segment.words
-        if words[REPLY] != number and number not in (self._posted, self._awaited) and self._gone is None:
+        if number not in (words[REPLY], self._posted) and self._gone is None:
             self._expected = number
             self._courier.post((frames.AWAIT, self.name, number))  # what a woken snapshot says of itself
-            self._awaited = number  # after post(), as below: interrupted in between, it is posted once more
+            self._posted = number  # after post(): interrupted in between, it is posted once more
         try:
             while True:
                 words[TRAINER_SLEEPS] = 1
@@ -148,18 +148,15 @@ class RelayChannel(Channel):
         """
         segment = self.segment
         banks = segment.banks  # held: another thread may let go of them in the next line
-        if number not in (segment.words[REQUEST], self._expected) or segment.words[REPLY] == number:
-            return False  # it was told twice
-        if self._gone is not None or not banks:
+        if number != self._expected or segment.words[REPLY] == number or self._gone is not None or not banks:
             return False
         bank = banks[number & 1]
         if rows:
             bank.view[bank.layout.rewards :] = rows
         if head[0]:  # of a woken snapshot the bank says nothing
             bank.view[: HEAD.size] = head
-        segment.write_reply_payload(number, bytes(payload))
+        segment.write_reply_payload(number, payload)
         self.hear_progress(words)
-        self._expected = 0  # it is told twice now and then, the second time among the answers to later requests
         segment.words[REPLY] = number
         return bool(segment.words[TRAINER_SLEEPS])
 

@@ -11,13 +11,11 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import multienv
 from multienv import interrupts
-from multienv.cluster import frames
-from multienv.cluster.courier import UnansweredError
+from multienv.cluster.frames import Frame
 from multienv.cluster.options import RayOptions
 from multienv.cluster.relay import Relay
 from multienv.errors import ClusterError, NoCapacityError, UsageError
@@ -36,11 +34,7 @@ _UP_LEAST = 10.0
 _OUTLIVING = "RAY_gcs_rpc_server_reconnect_timeout_s"
 # Threads of a host: one waits for answers, one returns them, the others may come meanwhile.
 _THREADS = 4
-# Bytes of a part of a reply. Ray sends what is shorter than 100 kB with the reply itself. What is longer goes through
-# its object stores, which takes 6 ms from one node to another; up to so many bytes several parts are faster.
-PART = 90_000
-MOST_IN_PARTS = 2_000_000
-# Seconds between two looks at the nodes.
+# Seconds between two questions to the head.
 WATCH_EVERY = 1.0
 
 
@@ -62,13 +56,11 @@ class Node:
         id: As Ray has it, in hexadecimal digits.
         name: Its address, for messages.
         free: CPUs that nobody has reserved; may be some tenths of a second old.
-        is_leaving: It is being drained.
     """
 
     id: str
     name: str
     free: int
-    is_leaving: bool
 
 
 class Cluster:
@@ -139,13 +131,11 @@ class Cluster:
         refuse_if_disconnected(self._ray)
         state = importlib.import_module("ray._private.state")
         free = state.available_resources_per_node()
-        leaving = state.state.get_draining_nodes()
         return [
             Node(
                 node["NodeID"],
                 node["NodeManagerAddress"],
                 int(free.get(node["NodeID"], {}).get("CPU", 0)),
-                node["NodeID"] in leaving,
             )
             for node in self._ray.nodes()
             if node["Alive"]
@@ -273,10 +263,9 @@ class HostActor:
         """Return the version of multienv on this node; the first call says that the host is up."""
         return multienv.__version__
 
-    def exchange(self, data: bytes, parts: int) -> Any:
-        """Exchange frames, see ``Relay.exchange``; the reply comes in so many parts."""
-        reply = self._relay.exchange(data)
-        return reply if parts == 1 else frames.split(reply, parts, PART)
+    def exchange(self, serial: int, sent: list[Frame]) -> list[Frame]:
+        """Exchange frames, see ``Relay.exchange``."""
+        return self._relay.exchange(serial, sent)
 
 
 class RayHost:
@@ -286,41 +275,12 @@ class RayHost:
         self._ray, self._actor = ray, actor
         self.node = node
         self.name = f"node {node.name} ({node.id[:8]})"
-        self._parts = 1  # of the next reply
-        self._methods = {1: actor.exchange}
 
-    def call(self, data: bytes) -> Future[Any]:
+    def call(self, serial: int, sent: list[Frame]) -> Future[list[Frame]]:
         """Call the relay."""
         refuse_if_disconnected(self._ray)
-        parts = self._parts
-        method = self._methods.get(parts)
-        if method is None:
-            method = self._methods[parts] = self._actor.exchange.options(num_returns=parts)
-        refs = method.remote(data, parts)
-        answer: Future[Any] = Future()
-        futures = [ref.future() for ref in ([refs] if parts == 1 else refs)]
-        futures[0].add_done_callback(partial(self._wait_for_next, answer, futures, 0))
+        answer: Future[list[Frame]] = self._actor.exchange.remote(serial, sent).future()
         return answer
-
-    def _wait_for_next(self, answer: Future[Any], futures: list[Future[Any]], place: int, future: Future[Any]) -> None:
-        """Wait for the parts of a reply, one after the other."""
-        if future.exception() is None and place + 1 < len(futures):
-            futures[place + 1].add_done_callback(partial(self._wait_for_next, answer, futures, place + 1))
-        else:
-            self._answer(answer, futures, future.exception())
-            futures.clear()  # each holds this list by its callback: a cycle that would keep the reply
-
-    def _answer(self, answer: Future[Any], futures: list[Future[Any]], error: BaseException | None) -> None:
-        errors = self._ray.exceptions
-        if error is None:
-            reply = futures[0].result() if len(futures) == 1 else frames.join([one.result() for one in futures])
-            size = frames.size_of(reply)
-            self._parts = 1 + -(-size // PART) if frames.INLINE < size <= MOST_IN_PARTS else 1
-            answer.set_result(reply)
-        elif isinstance(error, (errors.ActorUnavailableError, errors.ObjectLostError)):
-            answer.set_exception(UnansweredError(str(error).strip().partition("\n")[0]))
-        else:
-            answer.set_exception(error)
 
     def end(self) -> None:
         """Kill the actor; the monitor sees that and kills the workers."""
@@ -338,19 +298,18 @@ def refuse_if_disconnected(ray: Any) -> None:
 
 
 class Watch:
-    """Looks at the nodes now and then, in a thread of its own, because Ray blocks while its head is gone.
+    """Asks the head something now and then, in a thread of its own, because Ray blocks while its head is gone.
 
     Args:
         cluster: What is asked.
-        tell: Called with the living nodes.
         end: Called when the thread has been told to end.
 
     Attributes:
         is_over: The thread has been told to end. Set before the thread can know.
     """
 
-    def __init__(self, cluster: Cluster, tell: Callable[[list[Node]], None], end: Callable[[], None]) -> None:
-        self._cluster, self._tell, self._end = cluster, tell, end
+    def __init__(self, cluster: Cluster, end: Callable[[], None]) -> None:
+        self._cluster, self._end = cluster, end
         self._asked = 0.0  # when the question was put that is not answered yet; 0: none
         self.is_over = False
         self._bell: Bell | None = Bell()
@@ -374,9 +333,8 @@ class Watch:
         while not poller.poll(WATCH_EVERY * 1000) and not self.is_over:
             self._asked = self._asked or time.monotonic()
             try:
-                nodes = self._cluster.nodes()
+                self._cluster.nodes()
                 self._asked = 0.0
-                self._tell(nodes)
             except Exception as error:  # whatever Ray makes of it
                 logger.debug("the head of the Ray cluster does not answer: %s", error)
         self._end()
@@ -402,4 +360,4 @@ def in_order(nodes: Collection[Node], placement: Any, hosts: Collection[str], av
         count = held.count(node.id)
         return node.id in avoided, -count if placement == "pack" else count, sign * node.free, node.id
 
-    return sorted((node for node in nodes if not node.is_leaving), key=rank)
+    return sorted(nodes, key=rank)

@@ -28,11 +28,6 @@ class RayOptions(Named):
         suspect_after: Seconds of silence after which a host counts as lost. Its envs are then recovered on another
             node.
         placement_timeout: Seconds that a host may wait for a node with enough free CPUs.
-        rounds_in_flight: Maximum number of calls under way to a host; at least 2, because the next call ends the wait
-            of the last one.
-        bytes_in_flight: Maximum number of bytes under way to a host, and from it; a single request or answer may be
-            larger.
-        drain_notices: Move envs away from a node that is being drained, between two steps.
     """
 
     address: str | None = None
@@ -42,9 +37,6 @@ class RayOptions(Named):
     runtime_env: Mapping[str, Any] | None = field(default=None, hash=False)
     suspect_after: float = 10.0
     placement_timeout: float = 60.0
-    rounds_in_flight: int = 2
-    bytes_in_flight: int = 2**28
-    drain_notices: bool = True
 
     def __post_init__(self) -> None:
         """Raise UsageError for a value that makes no sense."""
@@ -52,12 +44,9 @@ class RayOptions(Named):
             check_seconds(f"RayOptions.{name}", getattr(self, name))
             if getattr(self, name) is None:
                 raise UsageError(f"RayOptions.{name} is None; give a number of seconds.")
-        for name in ("hosts", "cpus_per_host", "rounds_in_flight", "bytes_in_flight"):
+        for name in ("hosts", "cpus_per_host"):
             value = getattr(self, name)
-            if value is None and name in ("hosts", "cpus_per_host"):
-                continue
-            least = 2 if name == "rounds_in_flight" else 1
-            if (integer(value) or 0) < least:
-                raise UsageError(f"RayOptions.{name} is {value!r:.100}; give an integer of at least {least}.")
+            if value is not None and (integer(value) or 0) < 1:
+                raise UsageError(f"RayOptions.{name} is {value!r:.100}; give an integer of at least 1.")
         if isinstance(self.placement, str) and self.placement not in ("spread", "pack"):
             raise UsageError(f"RayOptions.placement is {self.placement!r:.100}; choose 'spread', 'pack' or node ids.")

@@ -3,6 +3,8 @@
 It holds no env, no journal and no deadline. Its workers are ordinary ones: children of a monitor, with forked
 snapshots. It is called from several threads; one at a time, the newest, waits for answers. That is a long poll: a call
 returns when all that was asked is answered, a little after the first answer, when a newer one comes, or after a second.
+
+Two calls may be under way, and Ray may swap them: so they are numbered, and their frames are carried out in order.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from multienv.cluster import frames
-from multienv.cluster.frames import Frame, Sent
+from multienv.cluster.frames import Frame
 from multienv.processes.channel import Channel, Gone, wait_any
 from multienv.processes.launcher import Launch
 from multienv.recovery.record import resident_bytes
@@ -104,7 +106,7 @@ class Relay:
         self._launch = launch
         self._any: Any = None  # what launched a worker: it wakes and frees kept snapshots
         self._workers: dict[int, Relayed] = {}
-        self._inbox: deque[Sent] = deque()
+        self._inbox: deque[tuple[int, list[Frame]]] = deque()
         self._serial = 1  # of the call whose frames are carried out next
         self._early: dict[int, list[Frame]] = {}
         self._asides: set[int] = set()  # threads that kill, close or ask for a stack
@@ -114,16 +116,20 @@ class Relay:
         self._calls = itertools.count(1)
         self._newest = 0
 
-    def exchange(self, data: bytes) -> Any:
-        """Do what the frames say, and return what there is to tell; see the module ``frames``."""
-        sent = Sent.of(data)
-        self._inbox.append(sent)
+    def exchange(self, serial: int, sent: list[Frame]) -> list[Frame]:
+        """Do what frames say, and return what there is to tell; see the module ``frames``.
+
+        Args:
+            serial: Number of the call, from 1.
+            sent: The frames.
+        """
+        self._inbox.append((serial, sent))
         mine = self._newest = next(self._calls)
         self._bell.ring()  # an older call returns now, with what it has
         with self._turn:
             while self._inbox:
-                self._take(self._inbox.popleft())
-            return self._collect(mine, sent.most, is_poll=not sent.frames)
+                self._take(*self._inbox.popleft())
+            return self._collect(mine, is_poll=not sent)
 
     def close(self) -> None:
         """Let go of all workers: the monitor ends them."""
@@ -132,10 +138,9 @@ class Relay:
                 worker.channel.release()
         self._workers.clear()
 
-    def _take(self, sent: Sent) -> None:
-        """Carry out the frames of a call, unless that was done, and of those that came before their turn."""
-        if sent.serial >= self._serial:
-            self._early[sent.serial] = sent.frames
+    def _take(self, serial: int, sent: list[Frame]) -> None:
+        """Carry out the frames of a call when it is its turn, and of those that came before their turn."""
+        self._early[serial] = sent
         while self._serial in self._early:
             for frame in self._early.pop(self._serial):
                 try:
@@ -144,61 +149,53 @@ class Relay:
                     if frame[0] != frames.FREE:
                         self._break(frame[1], error)
             self._serial += 1
-        for frame in sent.again:
-            self._do_await(*frame[1:])
 
     # --- waiting ------------------------------------------------------------------------------------
 
-    def _collect(self, mine: int, most: int, *, is_poll: bool) -> Any:
-        """Wait for answers; return the reply. A call that carries nothing is not answered with nothing at once."""
+    def _collect(self, mine: int, *, is_poll: bool) -> list[Frame]:
+        """Wait for answers; return them. A call that carries nothing is not answered with nothing at once."""
         told: list[Frame] = []
-        parts: list[Any] = []
         until = time.monotonic() + HOLD
         while True:
-            waiting = self._look(told, parts, most)
-            now, is_full = time.monotonic(), sum(map(len, parts)) >= most
+            waiting = self._look(told)
+            now = time.monotonic()
             if told:
                 until = min(until, now + LINGER)
             is_done = not (waiting or self._asides) and (told or not is_poll)
-            if is_done or self._newest != mine or now >= until or is_full:
+            if is_done or self._newest != mine or now >= until:
                 break
             for index in wait_any([one.awaited for one in waiting], until, self._bell):
                 waiting[index].look()
-        if not told:
-            told = [
-                (frames.PROGRESS, name, worker.words())
-                for name, worker in self._workers.items()
-                if worker.asked and worker.channel is not None
-            ]
-        return frames.pack_reply(told, parts)
+        return told or [
+            (frames.PROGRESS, name, worker.words())
+            for name, worker in self._workers.items()
+            if worker.asked and worker.channel is not None
+        ]
 
-    def _look(self, told: list[Frame], parts: list[Any], most: int) -> list[Relayed]:
-        """Add what there is to tell to ``told`` and ``parts``; return the workers that have not answered yet."""
+    def _look(self, told: list[Frame]) -> list[Relayed]:
+        """Add what there is to tell to ``told``; return the workers that have not answered yet."""
         waiting = []
         while self._news:
             told.append(self._news.popleft())
-        size = sum(map(len, parts))
         for name, worker in self._workers.items():
             if worker.gone is not None and not worker.is_told:
                 worker.is_told, worker.asked = True, 0
                 told.append(_gone(name, worker.gone))
             elif worker.asked and worker.channel is not None and worker.gone is None and not worker.is_ending:
-                if not worker.channel.answered(worker.asked):
+                if worker.channel.answered(worker.asked):
+                    told.append(self._answer(name, worker))
+                else:
                     waiting.append(worker)
-                elif size < most:
-                    size += self._answer(name, worker, told, parts)
         return waiting
 
-    def _answer(self, name: int, worker: Relayed, told: list[Frame], parts: list[Any]) -> int:
-        """Tell the answer of a worker; return how many bytes it takes."""
+    def _answer(self, name: int, worker: Relayed) -> Frame:
+        """Return the answer of a worker."""
         segment, number = worker.segment, worker.asked
         bank = segment.banks[number & 1]
-        rows = bank.view[bank.layout.rewards :] if bank.view[2] == STEPPED else b""
+        rows = bytes(bank.view[bank.layout.rewards :]) if bank.view[2] == STEPPED else b""
         payload = segment.read_reply_payload(number) if segment.words[REPLY_PAYLOAD + (number & 1)] else b""
-        told.append((frames.ANSWER, name, number, worker.words(), len(payload), len(rows)))
-        parts += bank.view[: HEAD.size], rows, payload
         worker.asked = 0
-        return len(rows) + len(payload)
+        return frames.ANSWER, name, number, worker.words(), bytes(bank.view[: HEAD.size]), rows, payload
 
     def _break(self, name: int, error: Exception) -> None:
         """Have a worker be lost because its relay failed."""
@@ -239,11 +236,7 @@ class Relay:
             worker.is_told = False
 
     def _do_await(self, name: int, number: int) -> None:
-        worker = self._workers.get(name)
-        if worker is not None:
-            worker.is_told = False
-            if worker.posted in (0, number):  # else it is an old call that comes late, or one before its turn
-                worker.asked = number
+        self._workers[name].asked = number
 
     def _do_stack(self, name: int) -> None:
         worker = self._workers.get(name)
@@ -256,8 +249,6 @@ class Relay:
         if worker is not None and worker.channel is not None and worker.gone is None:
             channel, worker.is_ending = worker.channel, True
             self._aside(lambda: self._ended(name, worker, channel.kill(cause=cause, stack=stack, detail=detail)))
-        elif worker is not None:
-            worker.is_told = False
 
     def _do_close(self, name: int, seconds: float) -> None:
         worker = self._workers.get(name)
@@ -269,8 +260,6 @@ class Relay:
                 return self._ended(name, worker, Gone("died"))
 
             self._aside(close)
-        elif worker is not None:
-            worker.is_told = False
 
     def _do_release(self, name: int) -> None:
         worker = self._workers.pop(name, None)

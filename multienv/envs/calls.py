@@ -132,17 +132,17 @@ class Calls:
             self.settle(name)
         return self._outcome(self._fan.ask(name, (request,)))
 
-    def send(self, name: str, request: Any, *, whole: bool = False) -> None:
-        """Send a request whose answer :meth:`wait` collects; ``whole``: in the same call of the caller's."""
+    def send(self, name: str, request: Any, *, waits: bool = False) -> None:
+        """Send a request whose answer :meth:`wait` collects; ``waits``: in the same call of the caller's."""
         self.settle(name)
-        current = self._fan.send(name, (request,), whole=whole)
+        current = self._fan.send(name, (request,), waits=waits)
         if current.failures:
             self._outcome(current)
 
-    def wait(self, name: str, timeout: float | None, *, whole: bool = False) -> Any:
+    def wait(self, name: str, timeout: float | None, *, waits: bool = False) -> Any:
         """Collect the answer to the request that :meth:`send` sent under this name; wait ``timeout`` seconds for it."""
         unfinished = self._fan.unfinished
-        if unfinished is None or unfinished.name != name or unfinished.whole is not whole:
+        if unfinished is None or unfinished.name != name or unfinished.waits is not waits:
             self._supervisor.check(f"{name}_wait")
         return self._outcome(self._fan.collect(timeout))
 

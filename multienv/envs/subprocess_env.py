@@ -440,7 +440,7 @@ class SubprocessEnv(SupervisedEnv):
         self._owner = os.getpid()
 
     def __del__(self) -> None:
-        """Let go of the process, which closes its env and ends by itself, if close() was not called.
+        """Release the process, which closes its env and ends by itself, if close() was not called.
 
         No ``weakref.finalize``: its registry would hold the supervisor, so the traceback of an exception that it keeps,
         and so the frames that hold this object.

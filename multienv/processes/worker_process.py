@@ -39,8 +39,6 @@ from multienv.processes.protocol import KILL, NO_SIGNAL, STACK, WAKE, Order, Tol
 from multienv.threads import Lock, Task
 from multienv.wire.segment import (
     BUSY,
-    NUMBERED,
-    ORDERED_STORES,
     PID,
     REPLAYING,
     REPLY,
@@ -50,7 +48,6 @@ from multienv.wire.segment import (
     TRAINER_SLEEPS,
     WORKER_SLEEPS,
     Segment,
-    wake_bytes,
 )
 
 T = TypeVar("T")
@@ -110,8 +107,7 @@ class ProcessChannel(Channel):
         self._resume = resume
         self._news: list[bytes] = []  # all that was received from the monitor; an empty last item: the end
         self._told = Told()
-        self._rung = 0  # the newest request whose number was sent over the wake socket
-        self._heard = [b""]  # what was received there last, as the last item
+        self._rung = 0  # the newest request that the worker was woken for
         self._lock = Lock()  # held for moments; a signal handler may come in between
         self._is_released = self._is_given_up = False
         self._ended = False
@@ -119,9 +115,6 @@ class ProcessChannel(Channel):
         with contextlib.ExitStack() as ours:
             self.segment = Segment.create()
             ours.callback(self.segment.unmap)
-            if not ORDERED_STORES:
-                self.looks = 0
-                self.segment.words[NUMBERED] = self.segment.words[WORKER_SLEEPS] = 1
             self._wake_socket, wake_socket = map(ours.enter_context, socket.socketpair())
             with wake_socket:
                 if shared >= 0:
@@ -154,12 +147,12 @@ class ProcessChannel(Channel):
     # --- requests and replies -------------------------------------------------------------------
 
     def ring(self, number: int) -> None:
-        """Store the number, and send it over the wake socket if the worker sleeps."""
+        """Store the number, and wake the worker if it sleeps."""
         words = self.segment.words
         words[REQUEST] = number
         if words[WORKER_SLEEPS] and self._rung != number:  # once is enough: it stays until the worker reads
             with SystemErrors():  # the process is gone, which wait() finds; or the wake socket is full of wake bytes
-                self._wake_socket.send(wake_bytes(number), NO_SIGNAL | socket.MSG_DONTWAIT)
+                self._wake_socket.send(b"s", NO_SIGNAL | socket.MSG_DONTWAIT)
             self._rung = number
 
     @interruptible
@@ -195,11 +188,6 @@ class ProcessChannel(Channel):
             words[TRAINER_SLEEPS] = 0
             del words  # the traceback of an error holds this frame, and an error may be kept for long
 
-    def answered(self, number: int) -> bool:
-        """Tell whether the reply to request ``number`` is there; no system call."""
-        words = self.segment.words
-        return words[REPLY] == number and (not words[NUMBERED] or self._ended or wake_bytes(number) in self._heard[-1])
-
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptors of wake socket and fate socket; none once they are released."""
         if self._is_released:
@@ -211,10 +199,7 @@ class ProcessChannel(Channel):
         if self._ended or self._is_released:
             return True
         try:
-            del self._heard[:-1]
-            # One call into C: an interruption does not lose what has been received.
-            self._heard.extend(map(self._wake_socket.recv, (4096,), (socket.MSG_DONTWAIT,)))
-            if self._heard[-1]:
+            if self._wake_socket.recv(4096, socket.MSG_DONTWAIT):
                 return False  # a wake byte: the reply is there, as a rule; news are read when there is none
             self._ended = True
         except BlockingIOError:

@@ -1,8 +1,8 @@
 """What the caller gets for a reply: read out of the bank and the payload, with honest truncations laid over it.
 
-``ExactAnswers`` is for one env, ``RowsAnswers`` for several. Both remember which bank holds the observations that the
-caller saw last: a truncation shows them once more. Reading a reply changes nothing of that: the supervisor commits what
-is ``read`` together with the request.
+``ExactAnswers`` is for one env, ``RowsAnswers`` for several. A truncation shows the observations once more that the
+caller saw last, as the worker's position says. Reading a reply does not change it: the supervisor commits what was
+``Read`` together with the request.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import contextlib
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from multienv.errors import ResultNotPicklableError
+from multienv.recovery.position import Position
 from multienv.wire.banks import ENDED, FAILED, IRREGULAR, NOT_RESET
 from multienv.wire.codecs import ExactCodec, RowsCodec, RowsReply, Transition, payload_of
 from multienv.wire.infos import NONE, Extras, Illegible, unpack_extras
@@ -41,74 +43,88 @@ def unreadable(command: str, error: Exception) -> ResultNotPicklableError:
     return built
 
 
+@dataclass(slots=True)
+class Read:
+    """Holds what a reply shows, until the supervisor commits it.
+
+    Attributes:
+        number: Of the request.
+        evidence, irregular, rest: The payload, see ``ReplyPayload``.
+        seen, loose: What these become, see ``Position``.
+        ended: A step ended an episode.
+        truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
+    """
+
+    number: int
+    evidence: bytes
+    irregular: bytes
+    rest: bytes
+    seen: int
+    loose: Any
+    ended: bool = False
+    truncated_errors: dict[int, Exception] = field(default_factory=dict)
+
+
 class ExactAnswers:
     """Makes the answers of one env.
 
+    Args:
+        codec: Of the env.
+        position: What the caller has seen.
+        error_of: Builds the error of a failure.
+        told: What ``info["multienv"]`` says of a truncation.
+        on_spaces: Called with the spaces that the env has set, pickled.
+
     Attributes:
-        seen: Number of the last reply with an observation; 0: none.
-        loose: What the caller saw that has no place in the bank, and the number of that reply.
-        reading: What these two become with the reply that is being read.
         started: Number of the last reply that tells how random generators stood before resets; 0: none did.
         generators: What it tells: slot → state.
-        evidence, irregular: Of the last reply, if its observation travelled as a payload.
-        spaces: Observation and action space that a single env has set since it was built, pickled; ``b""``: none.
-        ended: The last step ended an episode.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "seen", "started")  # those of the hot path have a place of their own
+    __slots__ = ("__dict__", "__weakref__", "started")  # that of the hot path has a place of its own
 
     def __init__(
         self,
         codec: ExactCodec,
+        position: Position,
         error_of: ErrorOf,
         told: Told,
-        on_spaces: Callable[[tuple[Any, Any]], object] = lambda spaces: None,
+        on_spaces: Callable[[bytes], object],
     ) -> None:
-        self._codec = codec
+        self._codec, self._position = codec, position
         self._error_of, self._told, self._on_spaces = error_of, told, on_spaces
-        self.seen = 0
-        self.loose: Any = (0, b"")
-        self.reading: tuple[int, Any] = (0, self.loose)
         self.started, self.generators = 0, NONE
-        self.evidence = self.irregular = b""
-        self.spaces = b""
-        self.ended = False
 
-    def read(self, segment: Segment, number: int) -> bytes:
-        """Return the payload after its irregular part, which is kept. Raises nothing: both are bytes."""
-        self.reading = self.seen, self.loose
-        self.evidence, self.irregular, rest = payload_of(segment, number)
-        return rest
+    def read(self, segment: Segment, number: int) -> Read:
+        """Return the reply as it travelled. Raises nothing: all of it is bytes."""
+        return Read(number, *payload_of(segment, number), self._position.seen, self._position.loose)
 
-    def step(self, segment: Segment, number: int, rest: bytes, skipped: Skipped) -> Transition | Exception:
+    def step(self, segment: Segment, read: Read, skipped: Skipped) -> Transition | Exception:
         """Return the transition that a reply to a step shows, or what the env raised."""
-        bank = segment.banks[number & 1]
+        number, bank = read.number, segment.banks[read.number & 1]
         if bank.view[2] == FAILED:
-            self.ended = True
-            self.irregular = b""
-            return self._error_of(0, pickle.loads(rest))
-        self.reading = number, (number, self.irregular)
-        self.ended = bool(bank.view[3] & ENDED)
-        return (*self._codec.transition(segment, number, self.irregular), self._info(number, rest))
+            read.ended = True
+            return self._error_of(0, pickle.loads(read.rest))
+        read.seen, read.loose = number, (number, read.irregular)
+        read.ended = bool(bank.view[3] & ENDED)
+        return (*self._codec.transition(segment, number, read.irregular), self._info(number, read.rest))
 
     def reset(
-        self, segment: Segment, number: int, rest: bytes, message: Reset, skipped: Skipped
+        self, segment: Segment, read: Read, message: Reset, skipped: Skipped
     ) -> tuple[Any, dict[str, Any]] | Exception:
         """Return observation and info that a reply to a reset shows, or what the env raised."""
+        number = read.number
         if segment.banks[number & 1].view[2] == FAILED:
-            self.irregular = b""
-            return self._error_of(0, pickle.loads(rest))
-        self.reading = number, (number, self.irregular)
-        info = self._info(number, rest)
-        return self._codec.observation(segment, number, self.irregular), info
+            return self._error_of(0, pickle.loads(read.rest))
+        read.seen, read.loose = number, (number, read.irregular)
+        info = self._info(number, read.rest)
+        return self._codec.observation(segment, number, read.irregular), info
 
     def truncation(self, segment: Segment | None, skipped: Skipped) -> Transition:
         """Return the honest end of an episode that cannot go on: the last observation once more."""
         observation = None
-        if segment is not None and self.seen:
+        if segment is not None and self._position.seen:
             with contextlib.suppress(Exception):  # what cannot be unpickled here was never seen
-                observation = self._codec.observation(segment, self.seen, self._irregular_seen())
-        self.ended = True
+                observation = self.shown(segment)
         return observation, 0.0, False, True, {"multienv": self._told(0, dict(skipped)[0])}
 
     def plain(self, segment: Segment, number: int) -> Transition:
@@ -119,34 +135,7 @@ class ExactAnswers:
 
     def shown(self, segment: Segment) -> Any:
         """Return the observation that the caller saw last."""
-        return self._codec.observation(segment, self.seen, self._irregular_seen())
-
-    def standing(self, segment: Segment) -> dict[str, Any]:
-        """Return what the caller saw last, as plain data."""
-        bank = _rows_of(segment, self.seen)
-        return {"seen": self.seen, "irregular": self._irregular_seen(), "bank": bank, "spaces": self.spaces}
-
-    def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
-        """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
-        self.seen, self.loose = standing["seen"], (standing["seen"], standing["irregular"])
-        self.started = 0
-        if standing["spaces"] != self.spaces:
-            self._show_spaces(standing["spaces"])
-        bank = segment.banks[self.seen & 1]
-        if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
-            bank.view[bank.layout.rewards :] = standing["bank"]
-
-    def _show_spaces(self, spaces: bytes) -> None:
-        """Show spaces that the env has set, pickled; ``b""``: those that it was built with."""
-        self.spaces, self._codec.checks_actions = spaces, not spaces
-        shown = self._codec.space, self._codec.action_space
-        with contextlib.suppress(Illegible):
-            shown = foreign(partial(pickle.loads, spaces), Illegible) if spaces else shown
-        self._on_spaces(shown)
-
-    def _irregular_seen(self) -> bytes:
-        number, irregular = self.loose
-        return irregular if number == self.seen else b""
+        return self._codec.observation(segment, self._position.seen, self._position.irregular)
 
     def _info(self, number: int, rest: bytes) -> dict[str, Any]:
         if not rest:
@@ -154,7 +143,7 @@ class ExactAnswers:
         extras, illegible = unpack_extras(rest)
         _note_starts(self, number, extras.generators)
         if extras.spaces:
-            self._show_spaces(extras.spaces)
+            self._on_spaces(extras.spaces)
         for error in illegible.values():
             raise error
         info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]
@@ -162,68 +151,74 @@ class ExactAnswers:
 
 
 class RowsAnswers:
-    """Makes the answers of a worker with several envs; attributes as those of :class:`ExactAnswers`."""
+    """Makes the answers of a worker with several envs; arguments and attributes as those of :class:`ExactAnswers`.
 
-    __slots__ = ("__dict__", "__weakref__", "seen", "started")  # those of the hot path have a place of their own
+    Args:
+        codec, position, error_of, told: The same.
+        same_step: The worker begins the next episode in the step that ended one.
+        truncates: What an env raises in a step is made a truncation of.
+    """
 
-    def __init__(self, codec: RowsCodec, error_of: ErrorOf, told: Told, *, same_step: bool, truncates: bool) -> None:
-        self._codec = codec
+    __slots__ = ("__dict__", "__weakref__", "started")  # that of the hot path has a place of its own
+
+    def __init__(
+        self,
+        codec: RowsCodec,
+        position: Position,
+        error_of: ErrorOf,
+        told: Told,
+        *,
+        same_step: bool,
+        truncates: bool,
+    ) -> None:
+        self._codec, self._position = codec, position
         self._error_of, self._told = error_of, told
         self._same_step, self._truncates = same_step, truncates
-        self.seen = 0
-        self.loose: list[bytes | None] = [None] * codec.slots  # observations that have no rows, as they travelled
-        self.reading: tuple[int, Any] = (0, self.loose)
         self.started, self.generators = 0, NONE
-        self.evidence = self.irregular = b""
-        self.ended = False
-        self.truncated_errors: dict[int, Exception] = {}
 
-    def read(self, segment: Segment, number: int) -> bytes:
-        """Return the payload after its irregular part, which is kept."""
-        self.reading = self.seen, self.loose
-        self.evidence, self.irregular, rest = payload_of(segment, number)
-        return rest
+    def read(self, segment: Segment, number: int) -> Read:
+        """Return the reply as it travelled."""
+        return Read(number, *payload_of(segment, number), self._position.seen, self._position.loose)
 
-    def step(self, segment: Segment, number: int, rest: bytes, skipped: Skipped) -> RowsReply | Exception:
+    def step(self, segment: Segment, read: Read, skipped: Skipped) -> RowsReply | Exception:
         """Return the rows that a reply to a step shows, those of skipped slots as honest truncations."""
-        if segment.banks[number & 1].view[2] == FAILED:  # nothing was stepped: the actions cannot be unpickled there
-            return self._error_of(-1, pickle.loads(rest))
-        reply, extras = self._reply(segment, number, rest, "step")
+        bank = segment.banks[read.number & 1]
+        if bank.view[2] == FAILED:  # nothing was stepped: the actions cannot be unpickled there
+            return self._error_of(-1, pickle.loads(read.rest))
+        reply, extras = self._reply(segment, read, "step")
         infos: dict[int, Any] = dict(extras.infos) if skipped else {}
         for slot, reason in skipped:
             told = {"multienv": self._told(slot, reason)}
             if self._same_step:
                 last = self._last_observation(segment, slot)
                 infos[slot] = {**infos.get(slot, {}), "final_obs": last, "final_info": told, **told}
-            if not self._same_step or segment.banks[number & 1].skipped[slot] == NOT_RESET:
+            if not self._same_step or bank.skipped[slot] == NOT_RESET:
                 self._show_again(segment, slot, reply)
             if not self._same_step:
                 infos[slot] = told
             reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True
-        self._finish(segment, reply, extras, infos)
+        self._finish(segment, read, reply, extras, infos)
         return reply
 
-    def reset(
-        self, segment: Segment, number: int, rest: bytes, message: Reset, skipped: Skipped
-    ) -> RowsReply | Exception:
+    def reset(self, segment: Segment, read: Read, message: Reset, skipped: Skipped) -> RowsReply | Exception:
         """Return the rows after a reset; those of slots that were not reset are what the caller saw last."""
-        if segment.banks[number & 1].view[2] == FAILED:
-            return self._error_of(-1, pickle.loads(rest))
-        reply, extras = self._reply(segment, number, rest, "reset")
+        if segment.banks[read.number & 1].view[2] == FAILED:
+            return self._error_of(-1, pickle.loads(read.rest))
+        reply, extras = self._reply(segment, read, "reset")
         missing = dict(skipped)
         for slot in range(self._codec.slots):
             if slot in missing or not message.touches(slot):
                 self._show_again(segment, slot, reply)
-        self._finish(segment, reply, extras, {})
+        self._finish(segment, read, reply, extras, {})
         return reply
 
     def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply:
         """Return the honest end of all episodes without a process: what was seen last once more."""
         assert segment is not None
-        reply = self._codec.rows(segment, self.seen)
+        reply = self._codec.rows(segment, self._position.seen)
         reply.rewards[:], reply.terminated[:], reply.truncated[:] = 0.0, False, True
         infos = [(slot, {"multienv": self._told(slot, reason)}) for slot, reason in skipped]
-        observations = self._loose_observations(list(self.loose), {})
+        observations = self._loose_observations(list(self._position.loose), {})
         return RowsReply(
             reply.leaves, reply.rewards, reply.terminated, reply.truncated, Extras(infos, {}, observations)
         )
@@ -240,45 +235,34 @@ class RowsAnswers:
     def shown(self, segment: Segment) -> Any:
         """Return what the caller saw last: the arrays of the rows, or each slot's observation as it travelled."""
         if not self._codec.has_rows:
-            return list(self.loose)
-        return [leaf.copy() for leaf in self._codec.rows(segment, self.seen).leaves]
+            return list(self._position.loose)
+        return [leaf.copy() for leaf in self._codec.rows(segment, self._position.seen).leaves]
 
-    def standing(self, segment: Segment) -> dict[str, Any]:
-        """Return what the caller saw last, as plain data."""
-        return {"seen": self.seen, "loose": list(self.loose), "bank": _rows_of(segment, self.seen)}
-
-    def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
-        """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
-        self.seen, self.loose, self.started = standing["seen"], list(standing["loose"]), 0
-        bank = segment.banks[self.seen & 1]
-        if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
-            bank.view[bank.layout.rewards :] = standing["bank"]
-
-    def _reply(self, segment: Segment, number: int, rest: bytes, command: str) -> tuple[RowsReply, Extras]:
-        reply, loose = self._codec.rows(segment, number), list(self.loose)
-        extras, illegible = unpack_extras(rest)
+    def _reply(self, segment: Segment, read: Read, command: str) -> tuple[RowsReply, Extras]:
+        number, loose = read.number, list(self._position.loose)
+        reply = self._codec.rows(segment, number)
+        extras, illegible = unpack_extras(read.rest)
         _note_starts(self, number, extras.generators)
         errors = {slot: self._error_of(slot, failure) for slot, failure in extras.failures.items()}
         errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
         reply.errors = errors
         if not self._codec.has_rows and segment.banks[number & 1].view[3] & IRREGULAR:
-            pairs = zip(loose, pickle.loads(self.irregular), strict=True)
+            pairs = zip(loose, pickle.loads(read.irregular), strict=True)
             loose = [old if new is None else new for old, new in pairs]
-        self.reading = number, loose
+        read.seen, read.loose = number, loose
         return reply, extras
 
-    def _finish(self, segment: Segment, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
+    def _finish(self, segment: Segment, read: Read, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
         """Write the failures into the rows of their slots.
 
         ``infos`` are all infos, if truncations were laid over some of them; else ``{}``.
         """
-        self.truncated_errors = {}
         failures = [slot for slot in reply.errors if slot in extras.failures]  # others: only the info is unreadable
         if failures and not infos:
             infos = dict(extras.infos)
         for slot in failures:
             if self._truncates and reply.truncated[slot]:
-                self.truncated_errors[slot] = reply.errors.pop(slot)
+                read.truncated_errors[slot] = reply.errors.pop(slot)
                 what = extras.failures[slot]
                 told = {"multienv": self._told(slot, f"The env raised {what.type_name}: {what.text}")}
                 infos[slot] = {**infos.get(slot, {}), **told}
@@ -287,22 +271,23 @@ class RowsAnswers:
                     infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": told}
                     continue
             self._show_again(segment, slot, reply)
-        extras.observations = self._loose_observations(self.reading[1], reply.errors)
+        extras.observations = self._loose_observations(read.loose, reply.errors)
         if infos:
             extras.infos = sorted(infos.items())
         reply.extras = extras if extras.infos or extras.observations is not None else None
 
     def _show_again(self, segment: Segment, slot: int, reply: RowsReply) -> None:
         """Copy the row of a slot that the caller saw last into the reply."""
-        if self.seen and reply.leaves:
-            before = self._codec.rows(segment, self.seen)
+        if self._position.seen and reply.leaves:
+            before = self._codec.rows(segment, self._position.seen)
             for leaf, old in zip(reply.leaves, before.leaves, strict=True):
                 leaf[slot] = old[slot]
 
     def _last_observation(self, segment: Segment, slot: int) -> Any:
+        seen = self._position.seen
         if self._codec.has_rows:
-            return self._codec.row(segment, self.seen, slot) if self.seen else None
-        told = self.loose[slot]
+            return self._codec.row(segment, seen, slot) if seen else None
+        told = self._position.loose[slot]
         return None if told is None else pickle.loads(told)
 
     def _loose_observations(self, loose: list[bytes | None], errors: dict[int, Exception]) -> Any:
@@ -317,7 +302,7 @@ class RowsAnswers:
                     observations[-1] = foreign(partial(pickle.loads, told), Illegible)
                 except Illegible as error:
                     errors.setdefault(slot, unreadable("step", error))
-                    loose[slot] = self.loose[slot]  # the caller has not seen this observation
+                    loose[slot] = self._position.loose[slot]  # the caller has not seen this observation
         return observations
 
 
@@ -351,9 +336,3 @@ def _note_starts(answers: ExactAnswers | RowsAnswers, number: int, generators: M
     """Note what the reply to request ``number`` tells of resets at which a replay can begin."""
     if generators:
         answers.started, answers.generators = number, generators
-
-
-def _rows_of(segment: Segment, seen: int) -> bytes:
-    """Return the reply part of the bank that was seen last; nothing if none was: a lost process may have written it."""
-    bank = segment.banks[seen & 1]
-    return bytes(bank.view[bank.layout.rewards :]) if seen else b""

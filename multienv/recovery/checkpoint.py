@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -14,52 +13,20 @@ from typing import Any
 from multienv.errors import NotRestoredError, UsageError
 from multienv.processes.channel import Channel
 from multienv.recovery.journal import Journal
+from multienv.recovery.policy import Effort
+from multienv.recovery.position import Position
 from multienv.recovery.recoverer import Unrecoverable
 from multienv.recovery.state_machine import Episode, Process, State
 from multienv.sometimes import sometimes
-from multienv.wire.messages import Build, KeepSnapshot
+from multienv.wire.messages import KeepSnapshot
 
 # Version of the dict that state_dict() returns.
-_VERSION = 7
+_VERSION = 8
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
 _tokens = count(1)
 
 logger = logging.getLogger("multienv")
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Tells where a worker stood between two requests: plain data.
-
-    Attributes:
-        journal: What ``Journal.dump()`` returned.
-        shown: What the caller saw last, see ``answers``.
-        episode: Name of the episode state.
-        pending_truncations: Slots whose episode is lost, which the caller has not been told yet, and why.
-        process_seeds, draws, generators: Of the envs' present life: see ``Build``.
-        seeds: Of the last reset with one, for each env.
-        number, steps, steps_before, episodes: Counters.
-        seconds: Time of the envs.
-    """
-
-    journal: dict[str, Any]
-    shown: dict[str, Any]
-    episode: str
-    pending_truncations: tuple[tuple[int, str], ...]
-    process_seeds: tuple[int, int] | None
-    draws: tuple[int, ...]
-    generators: dict[int, bytes]
-    seeds: tuple[int | None, ...]
-    number: int
-    steps: int
-    steps_before: tuple[int, ...]
-    episodes: int
-    seconds: float
-
-    def build_after(self, build: Build) -> Build:
-        """Return the request that builds the envs of this life."""
-        return replace(build, seeds=self.process_seeds, draws=self.draws, generators=self.generators)
 
 
 class Snapshot:
@@ -70,15 +37,15 @@ class Snapshot:
 
     Attributes:
         token: Number of the frozen process.
-        standing: Journal, counters and last reply of the worker when the snapshot was taken.
+        position: Where the worker stood when the snapshot was taken, as ``Checkpoints.position()`` returns it.
         kept: The snapshots of the worker.
     """
 
-    __slots__ = ("__weakref__", "kept", "standing", "token")
+    __slots__ = ("__weakref__", "kept", "position", "token")
 
-    def __init__(self, token: int, standing: Standing, kept: KeptSnapshots) -> None:
+    def __init__(self, token: int, position: Mapping[str, Any], kept: KeptSnapshots) -> None:
         self.token = token
-        self.standing = standing
+        self.position = position
         self.kept = kept
         kept.add(self)
 
@@ -165,7 +132,7 @@ class Checkpoints:
     # --- snapshots ----------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Have the process fork itself; return the copy. Raises UsageError."""
+        """Ask the process to fork itself, and return the copy. Raises UsageError."""
         worker = self._supervisor
         worker.check("snapshot")
         self._kept.free_dropped()
@@ -179,8 +146,8 @@ class Checkpoints:
             raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
         token = next(_tokens)
         try:
-            obstacle = worker.ask_between(KeepSnapshot(token, worker.number), ASIDE)
-            snapshot = Snapshot(token, self.standing(), self._kept)
+            obstacle = worker.ask_between(KeepSnapshot(token, worker.position.number), ASIDE)
+            snapshot = Snapshot(token, self.position(), self._kept)
         except BaseException:
             sometimes("a snapshot is broken off while it is taken")
             if worker.channel is not None:
@@ -203,20 +170,20 @@ class Checkpoints:
             raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of this env; snapshot() returns one.")
         if snapshot.is_free:
             raise UsageError("restore(): this snapshot has been freed.")
-        standing, recoverer = snapshot.standing, worker.recoverer
+        position, recoverer = snapshot.position, worker.recoverer
         effort = recoverer.begin(planned=True)
         # First: else this process is the parent of the woken one, and the monitor does not see that one end.
         worker.give_up()
         try:
-            channel = recoverer.wake_kept(snapshot.token, standing.number, effort)
+            channel = recoverer.wake_kept(snapshot.token, position["number"], effort)
             if channel is None:  # the frozen process is gone: replay what led to it
                 sometimes("a kept snapshot is gone")
-                channel = self._replayed(standing, effort)
+                channel = self._replayed(position, effort)
         except Unrecoverable as reason:
             raise NotRestoredError(
                 f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
             ) from reason.with_traceback(None)  # its frames would keep a segment mapped
-        self._stand(standing, channel)
+        self._move_to(position, channel)
 
     def free_all(self) -> None:
         """Free all snapshots; called when the worker is closed."""
@@ -227,13 +194,13 @@ class Checkpoints:
     def state_dict(self) -> dict[str, Any]:
         """Return plain data from which load_state_dict() brings the envs to where they stand now. Raises UsageError."""
         self._supervisor.check("state_dict")
-        journal = self._supervisor.journal
+        journal = self._supervisor.position.journal
         if not journal.replaying or not any(not plan.missing for plan in journal.plans()):
             raise UsageError(
                 "state_dict(): what drove the env is not all known: its RestartPolicy does not replay, or the episode "
                 "has outgrown its journal_limit or replay_limit. Once the next episode has ended it is known again."
             )
-        state = {"version": _VERSION, **asdict(self.standing())}
+        state = {"version": _VERSION, **self.position()}
         return state | {"digest": _digest_of(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -249,56 +216,38 @@ class Checkpoints:
             )
         if state.get("digest") != _digest_of(state):
             raise UsageError("load_state_dict(): this state is damaged: it is not what state_dict() returned.")
-        if not worker.journal.replaying:
+        journal = worker.position.journal
+        if not journal.replaying:
             raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
-        standing = Standing(**{name: state[name] for name in Standing.__dataclass_fields__})
-        if standing.journal["stride"] != worker.journal.stride or len(standing.seeds) != worker.rules.slots:
+        if state["journal"]["stride"] != journal.stride or len(state["seeds"]) != worker.rules.slots:
             raise NotRestoredError(
                 "load_state_dict(): this state is that of other envs. Is the env_fn the same? "
                 "The env is as it was before."
             )
         try:
-            channel = self._replayed(standing, worker.recoverer.begin(planned=True))
+            channel = self._replayed(state, worker.recoverer.begin(planned=True))
         except Unrecoverable as reason:
             raise NotRestoredError(
                 f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
                 "The env is as it was before."
             ) from reason.with_traceback(None)
-        self._stand(standing, channel)
+        self._move_to(state, channel)
 
     # --- both ---------------------------------------------------------------------------------------
 
-    def standing(self) -> Standing:
-        """Return journal, counters and last answer of the worker, as plain data."""
+    def position(self) -> dict[str, Any]:
+        """Return where the worker stands, as plain data."""
         worker = self._supervisor
-        build = worker.recoverer.build
-        return Standing(
-            journal=worker.journal.dump(),
-            shown=worker.answers.standing(worker.segment),
-            episode=worker.state.episode.value,
-            pending_truncations=worker.state.pending_truncations,
-            process_seeds=build.seeds,
-            draws=build.draws,
-            generators=dict(build.generators),
-            seeds=tuple(worker.record.seeds),
-            number=worker.number,
-            steps=worker.record.steps,
-            steps_before=tuple(worker.record.steps_before),
-            episodes=worker.record.episodes,
-            seconds=worker.maintenance.seconds,
-        )
+        episode, truncations = worker.state.episode.value, worker.state.pending_truncations
+        return {**worker.position.dump(worker.segment), "episode": episode, "pending_truncations": truncations}
 
-    def _replayed(self, standing: Standing, effort: Any) -> Channel:
-        """Return a new process with envs replayed to ``standing``; the worker keeps its own process."""
+    def _replayed(self, position: Mapping[str, Any], effort: Effort) -> Channel:
+        """Return a new process with envs replayed to this position; the worker keeps its own process."""
         worker = self._supervisor
-        journal = Journal(recording=True, policy=worker.policy, memory=worker.journal.memory)
-        journal.load(standing.journal)
-        recoverer, before = worker.recoverer, worker.recoverer.build
-        recoverer.build = standing.build_after(before)
-        try:
-            found = recoverer.bring_back(journal.plans(), effort, journal.why_no_plan())
-        finally:
-            recoverer.build = before
+        journal = Journal(recording=True, policy=worker.policy, memory=worker.position.journal.memory)
+        there = Position(worker.position.build, journal)
+        there.load(position)
+        found = worker.recoverer.bring_back(there.build, journal.plans(), effort, journal.why_no_plan())
         if found.plan is not None and found.plan.resets and not journal.begins_anew:
             logger.warning(
                 "%s: brought back by a replay from a reset. %s", worker.record.name, journal.memory.reservation
@@ -311,22 +260,14 @@ class Checkpoints:
         channel: Channel = found.channel
         return channel
 
-    def _stand(self, standing: Standing, channel: Channel) -> None:
-        """Give the worker this process, with envs at ``standing``. If interrupted, the env is as before, or lost."""
+    def _move_to(self, position: Mapping[str, Any], channel: Channel) -> None:
+        """Give the worker this process, with envs at this position. If interrupted, the env is as before, or lost."""
         worker = self._supervisor
         worker.refuse_if_closed("restore", channel)
         worker.give_up()
-        recoverer = worker.recoverer
-        recoverer.build = standing.build_after(recoverer.build)
-        worker.journal.load(standing.journal)
-        worker.number, worker.record.steps_before[:] = standing.number, standing.steps_before
-        worker.record.seeds[:] = standing.seeds
-        worker.record.steps, worker.record.episodes = standing.steps, standing.episodes
-        worker.maintenance.stand(standing.seconds, standing.steps)
-        worker.pending.settled()
-        worker.adopt(channel)
-        worker.answers.stand(channel.segment, standing.shown)
-        worker.stand(State(Process.READY, Episode(standing.episode), pending_truncations=standing.pending_truncations))
+        truncations = position["pending_truncations"]
+        state = State(Process.READY, Episode(position["episode"]), pending_truncations=truncations)
+        worker.move_to(position, state, channel)
 
 
 def _digest_of(state: dict[str, Any]) -> bytes:

@@ -17,13 +17,17 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
+from gymnasium.spaces import Discrete
+from numpy import int64
+
 from multienv.errors import MultienvError
 from multienv.native import native
 from multienv.processes.channel import LOOKING, Channel, give_way
 from multienv.recovery.state_machine import Episode, Kind, Process, Request, State
-from multienv.wire.actions import ARRAY, DTYPES, INT, INT64
+from multienv.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP, INT_STEP
 from multienv.wire.banks import BEGIN, ENDED, STEP, STEPPED
 from multienv.wire.codecs import REWARD_TYPES, Codec
+from multienv.wire.infos import NO_COLUMNS, Extras, NumberInfos, described
 from multienv.wire.segment import REPLY, REQUEST, WORKER_SLEEPS
 
 # One step in so many is followed by a look at the limits.
@@ -31,17 +35,17 @@ SAMPLE = 63
 # Seconds that take() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
 _PATIENCE = 0.01
 
-_STEP, _STEP_HALF = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", whole=False)
-_RESET, _RESET_HALF = Request(Kind.RESET, "reset"), Request(Kind.RESET, "reset", whole=False)
+_STEP, _STEP_ASYNC = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", waits=False)
+_RESET, _RESET_ASYNC = Request(Kind.RESET, "reset"), Request(Kind.RESET, "reset", waits=False)
 # The states of the hot path. A state that is equal to one of them is that object: see interned().
 RUNNING = State(Process.READY, Episode.RUNNING)
 STEPPING = State(Process.READY, Episode.RUNNING, _STEP)
-STEPPING_HALF = State(Process.READY, Episode.RUNNING, _STEP_HALF)
+STEPPING_ASYNC = State(Process.READY, Episode.RUNNING, _STEP_ASYNC)
 # A single env: its episode has ended; a reset that carries nothing is asked for.
-OVER = State(Process.READY, Episode.ENDED)
-BEGINNING_ANEW = State(Process.READY, Episode.ENDED, _RESET)
-BEGINNING_ANEW_HALF = State(Process.READY, Episode.ENDED, _RESET_HALF)
-_HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_HALF, OVER, BEGINNING_ANEW, BEGINNING_ANEW_HALF)}
+EPISODE_OVER = State(Process.READY, Episode.ENDED)
+RESETTING = State(Process.READY, Episode.ENDED, _RESET)
+RESETTING_ASYNC = State(Process.READY, Episode.ENDED, _RESET_ASYNC)
+_HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_ASYNC, EPISODE_OVER, RESETTING, RESETTING_ASYNC)}
 
 # What a plain reply means for the episode.
 GOES_ON, _ENDS, _BEGINS = 0, 1, 2
@@ -61,7 +65,7 @@ def interned(state: State) -> State:
 
 def is_asked_plainly(state: State) -> bool:
     """Tell whether the answer to what is pending may be a plain one."""
-    return state is STEPPING or state is STEPPING_HALF or state is BEGINNING_ANEW or state is BEGINNING_ANEW_HALF
+    return state is STEPPING or state is STEPPING_ASYNC or state is RESETTING or state is RESETTING_ASYNC
 
 
 class StepBuffers:
@@ -70,7 +74,6 @@ class StepBuffers:
     Args:
         channel: To the process.
         codec: Of its envs.
-        limit: Seconds that a step may take; ``None``: no limit.
     """
 
     __slots__ = (
@@ -78,7 +81,6 @@ class StepBuffers:
         "elements",
         "encode",
         "heads",
-        "limit",
         "looks",
         "meanings",
         "read",
@@ -87,9 +89,9 @@ class StepBuffers:
         "words",
     )
 
-    def __init__(self, channel: Channel, codec: Codec, limit: float | None) -> None:
+    def __init__(self, channel: Channel, codec: Codec) -> None:
         segment = channel.segment
-        self.words, self.ring, self.looks, self.limit = segment.words, channel.ring, channel.looks, limit
+        self.words, self.ring, self.looks = segment.words, channel.ring, channel.looks
         self.heads = [bank.head for bank in segment.banks]
         self.records = [bank.record for bank in segment.banks]
         self.encode: Callable[[int, Any], None] = codec.encoder(segment)
@@ -97,7 +99,36 @@ class StepBuffers:
         self.read: Callable[[int], Any] = codec.reader(segment)  # the answer; None if it has infos that are pickled
         self.meanings = plain_heads(exact=codec.exact)
         # The state after each meaning. In a batch the episodes of the others go on.
-        self.after = (RUNNING, OVER if codec.exact else RUNNING, RUNNING)
+        self.after = (RUNNING, EPISODE_OVER if codec.exact else RUNNING, RUNNING)
+
+
+def buffers_of(supervisor: Any, channel: Channel, codec: Codec) -> Any:
+    """Return what the hot path touches of a process that a supervisor is about to adopt."""
+    return StepBuffers(channel, codec)
+
+
+def _native_buffers(supervisor: Any, channel: Channel, codec: Codec) -> Any:
+    """Return the same for native code: in one object what lies, for the reference, in many."""
+    segment, position = channel.segment, supervisor.position
+    shown: list[Any] = [*codec.shown(segment)]
+    infos = None if codec.exact else [NumberInfos(NO_COLUMNS, b"") for _ in shown]
+    if infos is not None:
+        shown += [reply.with_extras(Extras(one)) for reply, one in zip(shown, infos, strict=True)]
+    takes_integers = codec.exact and type(codec.action_space) is Discrete
+    parts = position, supervisor.pending, supervisor.maintenance, position.journal, supervisor.answers
+    return native.Hot(
+        owners=(supervisor, *parts),
+        buffers=StepBuffers(channel, codec),
+        places=segment.reply_places,
+        slots=codec.slots,
+        rewards=codec.layout.rewards,
+        shown=shown,
+        infos=infos,
+        described=described,
+        int64=int64 if takes_integers else None,
+        head=INT_STEP,
+        head_of_int64=INT64_STEP,
+    )
 
 
 def plain_heads(*, exact: bool) -> dict[int, int]:
@@ -126,7 +157,7 @@ def ask(
         supervisors: Each a ``Supervisor``; of all members.
         places: Which of them, in this order.
         actions: One for each member; ``nothing`` leaves it alone.
-        state: ``STEPPING`` or ``STEPPING_HALF``.
+        state: ``STEPPING`` or ``STEPPING_ASYNC``.
         asker: What asked each worker last, as its ``asked_by`` says.
         nothing: The action that leaves a member alone.
 
@@ -141,12 +172,12 @@ def ask(
             with supervisor.lock:
                 if supervisor.state is not RUNNING or supervisor.asked_by is not asker or supervisor.maintenance.is_due:
                     return done
-                buffers, number, pending = supervisor.buffers, supervisor.number + 1, supervisor.pending
+                buffers, number, pending = supervisor.buffers, supervisor.position.number + 1, supervisor.pending
                 try:
                     buffers.encode(number, action)
                 except MultienvError:  # the supervisor raises it once more
                     return done
-                limit = pending.limit = buffers.limit
+                limit = pending.limit = pending.step_limit
                 pending.until = None if limit is None else monotonic() + limit
                 supervisor.state = state
                 words = buffers.words
@@ -187,7 +218,8 @@ def take(  # noqa: C901 - one loop, because each call counts here
             if supervisor.state is not state:
                 is_left = True
                 continue
-            buffers, number = supervisor.buffers, supervisor.number + 1
+            buffers, position = supervisor.buffers, supervisor.position
+            number = position.number + 1
             words, side = buffers.words, number & 1
             looks = buffers.looks
             if words[REPLY] != number and looks:
@@ -211,22 +243,21 @@ def take(  # noqa: C901 - one loop, because each call counts here
                 if answer is None:
                     is_left = True
                     continue
-            journal = supervisor.journal
+            journal = position.journal
             if journal.recording:
                 journal.entries[number] = bytes(buffers.records[side])
-            replies = supervisor.answers
             if meaning == _BEGINS:
                 answer = answer[0], answer[4]
             supervisor.last_answer = answer
             # Adjacent stores: no signal handler comes in between.
-            replies.seen, supervisor.number, supervisor.state = number, number, buffers.after[meaning]
+            position.seen, position.number, supervisor.state = number, number, buffers.after[meaning]
             if meaning == _BEGINS:
                 supervisor.note_beginning(number)
             else:
                 if meaning:
                     supervisor.note_ends(answer, number)
-                supervisor.record.steps += 1
-            if replies.started == number:
+                position.steps += 1
+            if supervisor.answers.started == number:
                 supervisor.note_starts(number)
             elif not number & SAMPLE or (meaning and supervisor.maintenance.recycling.wanted):
                 supervisor.look_at_limits()
@@ -238,4 +269,4 @@ def take(  # noqa: C901 - one loop, because each call counts here
 
 
 if native is not None and native.follow(globals()):  # the same in native code
-    ask, take = native.ask, native.take
+    ask, take, buffers_of = native.ask, native.take, _native_buffers

@@ -19,7 +19,7 @@ So what is held is bounded by episodes, not by the length of the run.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ UNPROVEN = (
     "there is no snapshot, and none of its episodes has ended since the reset where its replay would begin: too little "
     "could be compared"
 )
+NEW = "it is a new one"
 NOT_ACCEPTED = "it can only be replayed from a reset, which RestartPolicy(accept='exact') does not take"
 # Starts of a slot that are kept, of those that are proven: if a replay from the last one differs, the one before is
 # tried.
@@ -254,15 +255,16 @@ class Journal:
         """Return whether a replay from a reset is exact: the user says so, and nothing speaks against it."""
         return self._policy.begins_anew and not self.memory.has_shown and not self._has_forgotten
 
-    def plans(self, *, near: bool = False) -> list[Plan]:
+    def plans(self, *, near: bool = False, anew: Collection[int] = ()) -> list[Plan]:
         """Return the replays to try, in order.
 
         Args:
             near: The shortest first, even while the journal is whole: what leaked since would leak again.
+            anew: Slots that take no part in them: their envs are to be new ones.
         """
         if not self.recording:
             return []
-        far_plan, near_plan = self._plan(near=False), self._plan(near=True)
+        far_plan, near_plan = self._plan(near=False, anew=anew), self._plan(near=True, anew=anew)
         is_far = self.is_whole and not self.begins_anew and (self._is_affordable or self.memory.has_shown)
         tried = [far_plan, near_plan] if is_far and not near else [near_plan, far_plan]
         found = [plan for plan in tried if plan is not None]
@@ -273,13 +275,15 @@ class Journal:
         near = self._plan(near=True)
         return near is not None and (plan is None or plan.begun != near.begun)
 
-    def _plan(self, *, near: bool) -> Plan | None:
+    def _plan(self, *, near: bool, anew: Collection[int] = ()) -> Plan | None:
         """Return the replay from the last starts, or from the first ones; ``None`` if no slot has any."""
         begun, missing, resets, from_construction = {}, {}, [], False
         only_whole = self._policy.accept == "exact" and not self.begins_anew
         for slot, history in enumerate(self.histories):
             proven = history.proven()
-            if history.is_whole and (only_whole or not near or proven[-1:] in ((), history.starts[:1])):
+            if slot in anew:
+                missing[slot] = NEW
+            elif history.is_whole and (only_whole or not near or proven[-1:] in ((), history.starts[:1])):
                 from_construction = True
                 if history.starts:
                     begun[slot] = history.starts[0]

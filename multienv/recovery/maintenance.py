@@ -1,17 +1,16 @@
-"""What is due between two requests: a process to be replaced by plan, a journal to be trimmed."""
+"""Whether a process is to be replaced by plan between two requests."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
 from multienv.config import RestartPolicy
 from multienv.processes.channel import Channel
-from multienv.recovery.journal import Journal
 from multienv.recovery.policy import Recycling
-from multienv.recovery.record import Record, memory_of
-from multienv.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOT, SNAPSHOTS, STEP_SECONDS
+from multienv.recovery.position import Position
+from multienv.recovery.record import memory_of
+from multienv.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOTS, STEP_SECONDS
 from multienv.worker.snapshots import OBSTACLES
 
 
@@ -20,10 +19,10 @@ class Maintenance:
 
     Args:
         policy: The limits.
+        position: Of the worker.
         resets_itself: The worker begins the next episode by itself: it is counted when one has ended.
 
     Attributes:
-        seconds: Time that the envs took for what the caller asked so far, about.
         is_due: Something is to be done before the next request.
         recycling_due: Why the process is to be replaced, or ``""``.
         spoilt: Slots whose envs are to be new ones.
@@ -32,77 +31,68 @@ class Maintenance:
 
     __slots__ = ("__dict__", "__weakref__", "is_due", "recycling")  # those of the hot path have a place of their own
 
-    def __init__(self, policy: RestartPolicy, *, resets_itself: bool = False) -> None:
-        self._policy, self._resets_itself = policy, resets_itself
+    def __init__(self, policy: RestartPolicy, position: Position, *, resets_itself: bool = False) -> None:
+        self._policy, self._position, self._resets_itself = policy, position, resets_itself
         self.recycling = Recycling(policy, time.monotonic)
-        self.seconds = 0.0
         self.is_due = False
         self.recycling_due = ""
         self.spoilt: frozenset[int] = frozenset()
         self.ends_first = False
-        self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
-        self._steps, self._others = 0, 0.0  # counted in ``seconds``: steps, and other time in the present process
+        self._steps, self._others = 0, 0.0  # told of by took(): steps, and other time in the present process
         self._step = 0.0  # time of a step, at the last count
 
-    def begin(self, record: Record, channel: Channel, replayed: int, *, is_over: bool) -> None:
+    def begin(self, channel: Channel, replayed: int, *, is_over: bool) -> None:
         """Note that a new process has taken over, after so many requests of a replay; ``is_over``: no episode runs."""
-        self.recycling.begin(record.steps, self._ended(record, is_over=is_over), replayed)
+        self.recycling.begin(self._position.steps, self._ended(is_over=is_over), replayed)
         self._others = channel.segment.times[OTHER_SECONDS]
         self.is_due, self.recycling_due, self.spoilt = False, "", frozenset()
 
-    def _ended(self, record: Record, *, is_over: bool) -> int:
+    def _ended(self, *, is_over: bool) -> int:
         """Return how many episodes have ended, about: of several envs it takes all episodes but one for ended."""
-        return max(0, record.episodes - (self._resets_itself or not is_over))
+        return max(0, self._position.episodes - (self._resets_itself or not is_over))
 
     def spoil(self, slot: int) -> None:
         """Note that a slot is to get a new env before the next request."""
         self.spoilt, self.is_due = self.spoilt | {slot}, True
 
-    def put_off(self, episodes: int, *, slots: int, is_built: bool = True) -> None:
+    def put_off(self, *, is_built: bool = True) -> None:
         """Note that the process was not replaced.
 
         Args:
-            episodes: Begun so far.
-            slots: Number of envs.
             is_built: The envs could be built in another process; else the old one ends first the next time.
         """
         self.recycling_due, self.spoilt = "", frozenset()
         self.ends_first = self.ends_first or not is_built
-        self.recycling.put_off(episodes, 2 * slots if is_built else 1)
-
-    def stand(self, seconds: float, steps: int) -> None:
-        """Go on from earlier counts."""
-        self.seconds, self._steps = seconds, steps
+        self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
 
     def leave(self, why: str) -> None:
-        """Have the process replaced before the next request."""
+        """Note that the process is to be replaced before the next request, and why."""
         self.recycling_due, self.is_due = why, True
 
-    def count(self, record: Record, channel: Channel) -> float:
-        """Return the time that the envs took so far."""
-        times = channel.segment.times
-        steps, others, step = record.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
-        # The least of two: a step may have had to wait for its core, and the next look finds that forgotten.
-        self.seconds += max(0, steps - self._steps) * min(step, self._step or step) + others - self._others
-        self._steps, self._others, self._step = steps, others, step
-        return self.seconds
+    def moved(self) -> None:
+        """Note that the worker stands at another position: the steps that led there are counted."""
+        self._steps = self._position.steps
 
-    def look(self, journal: Journal, record: Record, channel: Channel, is_between: Callable[[], bool]) -> None:
+    def took(self, channel: Channel) -> float:
+        """Return the time that the envs took since the last count."""
+        times = channel.segment.times
+        steps, others, step = self._position.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
+        # The least of two: a step may have had to wait for its core, and the next look finds that forgotten.
+        seconds: float = max(0, steps - self._steps) * min(step, self._step or step) + others - self._others
+        self._steps, self._others, self._step = steps, others, step
+        return seconds
+
+    def look(self, channel: Channel, is_between: Callable[[], bool]) -> None:
         """Find out what is due; called after one step in 64, and when an episode ends or begins.
 
         ``is_between`` tells whether no episode runs.
         """
-        policy, slots, words = self._policy, journal.slots, channel.segment.words
-        seconds = self.count(record, channel)
-        if journal.recording:
-            limit, longest = policy.journal_limit * slots, policy.replay_limit * slots
-            forks = self._forks and not words[OBSTACLE]
-            journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
+        position = self._position
         if self.recycling.wanted and not self.recycling_due:
             is_over = is_between()
-            counts = record.steps, self._ended(record, is_over=is_over), slots
+            counts = position.steps, self._ended(is_over=is_over), len(position.seeds)
             self.recycling_due = self.recycling.due(*counts, lambda: memory_of(channel), is_over=is_over)
-        is_ripe = bool(self.recycling_due) and not self.recycling.is_put_off(record.episodes)
+        is_ripe = bool(self.recycling_due) and not self.recycling.is_put_off(position.episodes)
         self.is_due = is_ripe or bool(self.spoilt)
 
     def snapshots(self, channel: Channel | None) -> tuple[int, str]:

@@ -9,7 +9,8 @@ from math import inf
 from typing import Any
 
 from multienv.processes.channel import Channel
-from multienv.recovery.state_machine import Request, State
+from multienv.recovery.deadlines import SECOND_CHANCE, RequestDeadlines
+from multienv.recovery.state_machine import Kind, Request, State
 from multienv.reports.texts import deadline_of
 from multienv.sometimes import sometimes
 from multienv.wire.actions import PICKLED
@@ -33,9 +34,11 @@ class Pending:
 
     Args:
         env_in: Names the env in a slot for warnings; for slot -1 all of them.
-        learning: Tells of ``"step"`` or ``"reset"`` whether its deadline is found from the times seen.
+        limits: Deadlines of requests.
+        slots: Number of envs.
 
     Attributes:
+        step_limit: Seconds that a step may take that is asked now; ``None``: no limit, or none yet.
         message: The request, unless it is a step.
         payload: The message, pickled.
         limit: Seconds that the process may take for it; ``None``: no limit.
@@ -44,20 +47,23 @@ class Pending:
 
     __slots__ = (
         "_env_in",
-        "_learning",
+        "_limits",
         "_longest",
         "_mark",
         "_saved",
         "_silence",
+        "_slots",
         "_waited",
         "limit",
         "message",
         "payload",
+        "step_limit",
         "until",
     )
 
-    def __init__(self, env_in: Callable[[int], str], learning: Callable[[str], bool]) -> None:
-        self._env_in, self._learning = env_in, learning
+    def __init__(self, env_in: Callable[[int], str], limits: RequestDeadlines, slots: int) -> None:
+        self._env_in, self._limits, self._slots = env_in, limits, slots
+        self.step_limit = limits.step
         self.message: Message | None = None
         self.payload = b""
         self.limit: float | None = None
@@ -71,9 +77,9 @@ class Pending:
         self._longest = 0.0  # that a slot has been called for in that request
         self._waited = 0, inf  # number of a request that is waited for, and since when
 
-    def begin_step(self, limit: float | None, number: int = 0, aside: Segment | None = None) -> None:
+    def begin_step(self, number: int = 0, aside: Segment | None = None) -> None:
         """Hold a step, which lies in its bank, or in a segment ``aside`` because there is no process."""
-        self.message, self.payload, self.limit = None, b"", limit
+        self.message, self.payload, self.limit = None, b"", self.step_limit
         self._saved = None if aside is None else (number, *_request_of(aside, number))
         self.arm()
 
@@ -87,6 +93,52 @@ class Pending:
         self._silence = self._waited = 0, inf
         self._mark = 0, 0, inf, inf
         self.until = None if self.limit is None else time.monotonic() + self.limit
+
+    def bound(self, seconds: float | None) -> None:
+        """Give the request a deadline: so many seconds from now, and in each process that it is asked of."""
+        self.limit = seconds
+        self.arm()
+
+    # --- deadlines --------------------------------------------------------------------------------
+
+    def limit_of(self, kind: Kind, steps: int = 0) -> float | None:
+        """Return the deadline of a request; of a rollout that of all its ``steps`` together."""
+        limits = self._limits
+        if steps:
+            return None if limits.step is None else steps * self._slots * limits.step
+        return {Kind.STEP: limits.step, Kind.RESET: limits.reset, Kind.CALL: limits.call}[kind]
+
+    def learn(self, steps: int, episodes: int) -> None:
+        """Find the deadlines that are not given, after so many steps and resets."""
+        if self._limits.is_learning:
+            self._limits.learn(steps, episodes)
+            self.step_limit = self._limits.step
+
+    def find_limit(self, request: Request | None, steps: int, episodes: int) -> None:
+        """Give a request that is waited for the deadline that is found now, if it had none when it was asked."""
+        if self._limits.is_learning and request is not None and self.until is None:
+            self.learn(steps, episodes)
+            limit = self.limit_of(request.kind, request.steps)
+            if limit is not None:
+                self.bound(limit)
+
+    def note_time(self, request: Request | None, number: int, steps: int, episodes: int) -> None:
+        """Note how long an answered request took, if it was waited for; deadlines are found by that."""
+        if not self._limits.is_learning or request is None or request.steps:
+            return
+        if self._limits.note(request.kind.value, self._took(number)):
+            self.learn(steps, episodes)
+
+    def was_slow(self, request: Request) -> bool:
+        """Give a request that has hung at a deadline that was found more time in the next process; tell whether."""
+        limit = self.limit_of(request.kind, request.steps) if self._limits.finds(request.kind.value) else None
+        if limit is None or self.limit != limit:  # else it was raised before, or is the caller's own
+            return False
+        sometimes("a deadline that was found from the times seen is raised")
+        self.limit = SECOND_CHANCE * limit
+        return True
+
+    # --- another process --------------------------------------------------------------------------
 
     def settled(self) -> None:
         """Forget the request: it is answered, and another may have its number after a restore."""
@@ -133,17 +185,22 @@ class Pending:
                 bank.skipped[slot] = NOT_RESET if slot in state.not_reset else 1
         channel.ring(number)
 
-    def due(self, number: int, words: Any = None) -> float:
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def due(self, channel: Channel, number: int, request: Request | None) -> float:
         """Return when to do more than wait for the reply: end a process that is overdue, or tell that it is silent.
 
         Args:
+            channel: Of the process that was asked.
             number: Of the request.
-            words: Control words of a process whose envs have the whole deadline each; ``None``: it is for all of them.
+            request: The caller's; ``None``: the process builds its envs.
         """
         if self._waited[0] != number:
             self._waited, self._longest = (number, time.monotonic()), 0.0
         if self.until is not None:
-            return self.until if words is None or self.limit is None else self._due_of_slot(number, words, self.limit)
+            if self._slots == 1 or request is None or request.steps or self.limit is None:
+                return self.until
+            return self._due_of_slot(number, channel.segment.words, self.limit)
         if self._silence[0] != number:
             self._silence = number, time.monotonic() + SILENCE
         return self._silence[1]
@@ -165,22 +222,21 @@ class Pending:
         self._mark = number, mark, since, again
         return again
 
-    def longest(self, number: int, slots: int) -> float:
+    def _took(self, number: int) -> float:
         """Return the seconds that an env took for this request, as far as it was waited for; 0.0: it was not."""
         now = time.monotonic()
         if self._mark[0] == number:
             return max(self._longest, now - self._mark[2])
-        return (now - self._waited[1]) / slots if self._waited[0] == number else 0.0
+        return (now - self._waited[1]) / self._slots if self._waited[0] == number else 0.0
 
-    def await_reply(self, channel: Channel, number: int, until: float | None, name: str, words: Any = None) -> bool:
+    def await_reply(self, channel: Channel, number: int, until: float | None, request: Request | None) -> bool:
         """Wait for the reply.
 
         Args:
             channel: Of the process that was asked.
             number: Of the request.
             until: When the caller gives up waiting; ``None``: never.
-            name: Names the call in the warning that it waits long.
-            words: As for :meth:`due`.
+            request: As for :meth:`due`.
 
         Returns:
             Whether it is there; else ``until`` has passed.
@@ -189,26 +245,26 @@ class Pending:
             Gone: The process ended, or was killed because the request is overdue.
         """
         while True:
-            due = self.due(number, words)
+            due = self.due(channel, number, request)
             nearest = due if until is None else min(due, until)
             if channel.wait(number, None if nearest == inf else nearest):
                 return True
             if nearest != due:
                 return False
             if self.until is not None:
-                if self.due(number, words) > due:
+                if self.due(channel, number, request) > due:
                     sometimes("another env of the process is being called")
                     continue
                 sometimes("a request hangs")
                 raise channel.kill(cause="hung", stack=True)
             self._silence = number, inf
-            self._tell_of_silence(channel, name)
+            self._tell_of_silence(channel, "initialize" if request is None else request.name)
 
     def _tell_of_silence(self, channel: Channel, name: str) -> None:
         """Log that the request has waited for ``SILENCE`` seconds, and where its process is."""
         option = deadline_of(name)
         advice = f"Deadlines({option}=seconds) to have it healed"
-        if self._learning(option):
+        if self._limits.finds(option):
             advice = f"{advice}: 'auto' has no number before 20 steps, and 3 resets"
         elif option in ("step", "reset"):
             advice = f"{advice}, or {option}='auto'"

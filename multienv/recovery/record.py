@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from multienv.errors import WorkerLostError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics, tell
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.policy import Effort
+from multienv.recovery.position import Position
 from multienv.reports.crash import Case, CrashReports
 from multienv.reports.texts import env_error, lost_error, named, outcome_text, what_happened
 from multienv.wire.messages import Failure
@@ -26,33 +27,25 @@ class Record:
     """Counts what happens to one worker, and tells of it.
 
     Args:
+        position: Of the worker.
         index: Env index of its first env, or ``None``.
         hooks: Called with each event.
         reports: Where crash reports are written; ``None``: nowhere.
-        slots: Number of envs.
 
     Attributes:
-        steps: Step requests answered.
-        episodes: Episodes begun, of all envs together.
-        steps_before: Step requests answered before the running episode of each env.
-        seeds: Of the last seeded reset, for each env.
         asked: Seeds of the reset that was asked for last, answered or not.
         told: Hooks, each with an event that it has not been called with yet: they are called when the caller's call is
             done. Several fan-outs may look at it, so that it is never replaced.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "steps")  # those of the hot path have a place of their own
-
-    def __init__(self, index: int | None, hooks: tuple[Hook, ...], reports: Path | None, *, slots: int = 1) -> None:
-        self.index = index
+    def __init__(self, position: Position, index: int | None, hooks: tuple[Hook, ...], reports: Path | None) -> None:
+        self._position, self.index = position, index
         self.reports = CrashReports(reports, index)
-        self.steps = self.episodes = 0
-        self.steps_before = [0] * slots
-        self.seeds: list[int | None] = [None] * slots
         self.asked: Sequence[int | None] = ()
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
         self.told: deque[tuple[Callable[[Any], object], Any]] = deque()
+        self._slots = len(position.seeds)
         self._hooks = hooks
         self._losses = self._exact = self._repeated = self._truncated = self._replayed = self._recycled = 0
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
@@ -72,26 +65,27 @@ class Record:
     @property
     def envs(self) -> tuple[int, ...]:
         """Return the indexes of the envs in their batch; ``()``: they have none."""
-        return () if self.index is None else tuple(range(self.index, self.index + len(self.seeds)))
+        return () if self.index is None else tuple(range(self.index, self.index + self._slots))
 
     def index_of(self, slot: int) -> int | None:
         """Return the index of a slot's env in its batch; of slot -1, that of a worker with one env."""
         if slot >= 0:
             return None if self.index is None else self.index + slot
-        return self.index if len(self.seeds) == 1 else None
+        return self.index if self._slots == 1 else None
 
     def seed_of(self, slot: int, command: str) -> int | None:
         """Return the seed that a reset asks for, else the last seed of a slot; of slot -1, that of the only env."""
-        known = slot < len(self.seeds) and (slot >= 0 or len(self.seeds) == 1)
+        known = slot < self._slots and (slot >= 0 or self._slots == 1)
         if not known:
             return None
         asked = self.asked[max(slot, 0)] if command == "reset" and self.asked else None
-        return self.seeds[max(slot, 0)] if asked is None else asked
+        return self._position.seeds[max(slot, 0)] if asked is None else asked
 
     def episode_steps(self, slot: int, command: str) -> int | None:
         """Return the steps of a slot's episode, if ``command`` is in one; of slot -1, that of a worker with one env."""
-        known = (slot >= 0 or len(self.seeds) == 1) and command not in ("initialize", "reset", "rollout")
-        return max(0, self.steps - self.steps_before[max(slot, 0)]) if known else None
+        known = (slot >= 0 or self._slots == 1) and command not in ("initialize", "reset", "rollout")
+        position = self._position
+        return max(0, position.steps - position.steps_before[max(slot, 0)]) if known else None
 
     def error_of(self, slot: int, failure: Failure, command: str) -> Exception:
         """Build the error for what a slot's env raised; slot -1: the failure says which, or it is not known."""
@@ -114,25 +108,6 @@ class Record:
         return lost_error(loss, advice, report, kind)
 
     # --- events -----------------------------------------------------------------------------------
-
-    def reset(self, seeds: Sequence[int | None], touches: Callable[[int], bool]) -> None:
-        """Note that a reset was answered."""
-        for slot, seed in enumerate(seeds):
-            if touches(slot):
-                self.episodes += 1
-                self.steps_before[slot] = self.steps
-                self.seeds[slot] = self.seeds[slot] if seed is None else seed
-
-    def ended(self, slots: Iterable[int], autoreset: str) -> None:
-        """Note that the step which is answered now, and not counted yet, ends the episodes of these slots.
-
-        Where the worker resets by itself, as ``autoreset`` says, the next episode begins with this step or the next.
-        """
-        if autoreset in ("NEXT_STEP", "SAME_STEP"):
-            before = self.steps + 1 + (autoreset == "NEXT_STEP")
-            for slot in slots:
-                self.steps_before[slot] = before
-                self.episodes += 1
 
     def loss(
         self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None, *, idle: bool = False
@@ -162,7 +137,7 @@ class Record:
             detail=gone.detail,
             idle=idle,
             envs=self.envs,
-            seeds=tuple(self.seed_of(slot, command) for slot in range(len(self.seeds))),
+            seeds=tuple(self.seed_of(slot, command) for slot in range(self._slots)),
         )
         self.reports.open(loss, case)
         logger.info("%s", what_happened(loss))
@@ -257,8 +232,8 @@ class Record:
         return Statistics(
             state=state,
             pid=pid,
-            steps=self.steps,
-            episodes=self.episodes,
+            steps=self._position.steps,
+            episodes=self._position.episodes,
             losses=self._losses,
             restarts=restarts,
             recycled=self._recycled,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
@@ -30,7 +30,7 @@ from multienv.sometimes import sometimes
 from multienv.wire.banks import BEGIN, FAILED, HEAD, MESSAGE, STEP, U32, split_entries
 from multienv.wire.codecs import Codec, codec_of
 from multienv.wire.infos import Illegible
-from multienv.wire.messages import Build, Description, Failure, Message, Replay, foreign, pack_message, seeds_from
+from multienv.wire.messages import Build, Description, Failure, Message, Replay, foreign, pack_message
 from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
@@ -116,13 +116,11 @@ class Recoverer:
 
     Args:
         launcher: Where processes come from.
-        build: The request that builds the envs.
         policy, deadlines: The limits.
         tell: Logs what a recovery that takes long is doing.
         strayed: Told of a slot, and the difference, that was replayed from a reset otherwise than it was seen.
 
     Attributes:
-        build: The request that builds the envs; its seeds are those of the present life.
         description: What the envs are; known once they were built.
         codec: How their steps travel; known then.
         restarts: Processes started in place of lost ones.
@@ -132,13 +130,11 @@ class Recoverer:
     def __init__(
         self,
         launcher: Launcher,
-        build: Build,
         policy: RestartPolicy,
         deadlines: Deadlines,
         tell: Callable[[str, Effort], object],
         strayed: Callable[[int, str], object],
     ) -> None:
-        self.build = build
         self.description: Description | None = None
         self.codec: Codec | None = None
         self.restarts = 0
@@ -244,10 +240,11 @@ class Recoverer:
 
     # --- building -----------------------------------------------------------------------------------
 
-    def launch(self, *, replacement: bool = False, lost: Collection[int] = ()) -> tuple[Channel, int]:
+    def launch(self, build: Build, *, replacement: bool = False, lost: Collection[int] = ()) -> tuple[Channel, int]:
         """Launch a process and ask it to build the envs; return its channel and the number of that request.
 
         Args:
+            build: That request.
             replacement: It takes the place of a lost one.
             lost: Slots whose generators are not put back: they would draw once more what the caller has seen.
         """
@@ -258,12 +255,14 @@ class Recoverer:
             raise Unrecoverable("it was closed")
         channel.segment.words[RESTARTS] = self.restarts
         number = self.next_number()
-        generators = {slot: state for slot, state in self.build.generators.items() if slot not in lost}
-        message = replace(self.build, replacement=replacement, generators=generators)
+        generators = {slot: state for slot, state in build.generators.items() if slot not in lost}
+        message = replace(build, replacement=replacement, generators=generators)
         self.publish(channel, number, pack_message(message))
         return channel, number
 
-    def await_build(self, channel: Channel, number: int, until: float | None, effort: Effort | None = None) -> None:
+    def await_build(
+        self, build: Build, channel: Channel, number: int, until: float | None, effort: Effort | None = None
+    ) -> None:
         """Wait until the envs are built. Raises :class:`RequestFailedError`, ``Gone``, :class:`Unrecoverable`."""
         try:
             description = self.answer(channel, number, until, effort=effort)
@@ -274,14 +273,13 @@ class Recoverer:
             raise
         if not isinstance(description, Description):  # of a multienv that the env has imported anew
             raise channel.kill(cause="broken", detail=f"it described the envs by a {type(description).__name__}")
-        self.note(description)
+        self._note(build, description)
         assert self.codec is not None
         channel.segment.lay_out(self.codec.layout)
 
-    def note(self, description: Description) -> None:
+    def _note(self, build: Build, description: Description) -> None:
         """Keep the description of the envs; raise Unrecoverable if their spaces differ from the first time."""
         if self.description is None:
-            build = self.build
             self.codec = codec_of(description, build.exact, build.space, build.autoreset)
             self.description = description
         elif self.description.spaces != description.spaces:
@@ -398,7 +396,7 @@ class Recoverer:
         return None if found is None else found.channel
 
     def _follow(self, channel: Channel, number: int, plan: Plan, effort: Effort) -> Found | None:
-        """Have a woken snapshot execute what came after it; ``None``: it is otherwise. Raises ``Gone``."""
+        """Replay in a woken snapshot what came after it; ``None``: what comes out differs. Raises ``Gone``."""
         assert self.codec is not None
         effort.attempts += 1
         until, limit = effort.until, time.monotonic() + _UP_WITHIN
@@ -430,6 +428,7 @@ class Recoverer:
 
     def bring_back(
         self,
+        build: Build,
         plans: Iterable[Plan],
         effort: Effort,
         reason: str = UNKNOWN,
@@ -438,6 +437,7 @@ class Recoverer:
         """Bring the envs back in a new process, by the first of these plans on which no slot differs, else by the last.
 
         Args:
+            build: What builds the envs.
             plans: The replays to try, in order.
             effort: Counts what it takes.
             reason: Why there is no plan, if there is none.
@@ -457,7 +457,7 @@ class Recoverer:
             effort.deaths.clear()
             while True:
                 try:
-                    channel = self.restart(effort, plan.missing.keys() - set(anew))
+                    channel = self.restart(build, effort, plan.missing.keys() - set(anew))
                 except RequestFailedError as failed:
                     effort.deaths[_BUILDING, False] += 1
                     if effort.deaths[_BUILDING, False] >= self._policy.poison_after:
@@ -494,7 +494,7 @@ class Recoverer:
                 break
         raise Unrecoverable(reason)
 
-    def restart(self, effort: Effort, lost: Collection[int] = ()) -> Channel:
+    def restart(self, build: Build, effort: Effort, lost: Collection[int] = ()) -> Channel:
         """Launch a process, wait until its envs are built and return its channel; if it dies before, try again.
 
         It first waits until no more other workers build than may. ``lost``: see :meth:`launch`.
@@ -506,29 +506,29 @@ class Recoverer:
         """
         turns = self.turns
         if turns is None:
-            return self._restart(effort, lost)
+            return self._restart(build, effort, lost)
         while not turns.take(self):
             self._check_time(effort)
             if time.monotonic() >= effort.tell_at:
                 self._say(effort, "waiting while other workers build their envs (starts_at_once)")
             interrupts.sleep(_LOOK)
         try:
-            return self._restart(effort, lost)
+            return self._restart(build, effort, lost)
         finally:
             turns.give_back(self)
 
-    def _restart(self, effort: Effort, lost: Collection[int]) -> Channel:
+    def _restart(self, build: Build, effort: Effort, lost: Collection[int]) -> Channel:
         while True:
             self._check_time(effort)
             effort.attempts += 1
             self.restarts += not effort.planned
             try:
-                channel, number = self.launch(replacement=not effort.planned, lost=lost)
+                channel, number = self.launch(build, replacement=not effort.planned, lost=lost)
             except NoCapacityError as error:
                 raise NotBuilt(str(error)) from error.with_traceback(None)
             try:
                 effort.doing = "building in a new process"
-                self.await_build(channel, number, self.start_deadline(effort), effort)
+                self.await_build(build, channel, number, self.start_deadline(effort), effort)
             except Gone as gone:
                 sometimes("a replacement is lost while its envs are built")
                 self._let_go(channel)
@@ -541,26 +541,21 @@ class Recoverer:
             else:
                 return channel
 
-    def renew(self, effort: Effort, lasting: tuple[bytes, ...]) -> Channel:
-        """Launch a process with other random numbers; of the past only calls and attributes set are repeated."""
-        if self.build.seeds is not None:
-            self.build = replace(self.build, seeds=seeds_from(*self.build.seeds))
-        self.build = replace(self.build, draws=tuple(draw + 1 for draw in self.build.draws), generators={})
-        return self._built_anew(effort, lasting)
+    def begin_anew(self, build: Build, effort: Effort, lasting: tuple[bytes, ...]) -> tuple[Channel, tuple[bytes, ...]]:
+        """Launch a process with new envs, and repeat recorded calls and attributes in them.
 
-    def go_on(self, effort: Effort, lasting: tuple[bytes, ...], generators: Mapping[int, bytes]) -> Channel:
-        """Launch a process whose envs are new, but draw what those before them would have drawn next."""
-        before = self.build
-        self.build = replace(before, generators=generators)
+        Returns:
+            The channel, and the calls and attributes that were repeated: none if they end the process or take too long.
+        """
         try:
-            return self._built_anew(effort, lasting)
-        except BaseException:
-            self.build = before
-            raise
+            return self._built_anew(build, effort, lasting), lasting
+        except Gone:
+            sometimes("a repeated call ends the process of new envs")
+            return self._built_anew(build, effort, ()), ()
 
-    def _built_anew(self, effort: Effort, lasting: tuple[bytes, ...]) -> Channel:
+    def _built_anew(self, build: Build, effort: Effort, lasting: tuple[bytes, ...]) -> Channel:
         effort.deaths.clear()
-        channel = self.restart(effort)
+        channel = self.restart(build, effort)
         if lasting:
             sometimes("calls and attributes set are repeated in new envs")
             until, limit = effort.until, self._deadlines.call

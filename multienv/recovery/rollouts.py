@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from multienv.errors import PolicyError, RemoteTraceback
-from multienv.recovery.answers import Skipped, Told, unreadable
+from multienv.recovery.answers import Read, Skipped, Told, unreadable
 from multienv.recovery.hot_path import GOES_ON, plain_heads
+from multienv.recovery.position import Position
 from multienv.reports.texts import original_of
 from multienv.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
 from multienv.wire.codecs import Codec, ExactCodec, RowsCodec
@@ -31,7 +32,7 @@ class RolloutReply:
     """Holds what a worker answered to a rollout.
 
     Attributes:
-        standing: What the caller then saw last, as ``standing()`` of the answers returns it.
+        shown: What the caller then saw last, as ``Position.shown()`` returns it.
         values: Observations, actions, extras, rewards, terminations and truncations, each a stack: the first axis is
             that of the steps, the second that of the slots; of a single env there is no second one. What has no array
             of a fixed shape is a list with an item for each step. Observations have one step more, those after the
@@ -48,7 +49,7 @@ class RolloutReply:
         is_legible: All that there are values of can be unpickled here.
     """
 
-    standing: dict[str, Any] = field(default_factory=dict)
+    shown: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] | None = None
     infos: dict[int, Infos] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -66,14 +67,17 @@ class RolloutReader:
 
     Args:
         codec: Of the worker.
-        answers: Reads the reply to each request (``ExactAnswers``, ``RowsAnswers``); for this reader alone.
+        scratch: A position for this reader alone: what the caller has seen so far within the rollout.
+        answers: Reads the reply to each request (``ExactAnswers``, ``RowsAnswers``) there.
         told: What ``info["multienv"]`` says of a truncation.
         same_step: A worker with several envs begins the next episode in the step that ended one.
         truncates: What an env raises is made a truncation of.
     """
 
-    def __init__(self, codec: Codec, answers: Any, told: Told, *, same_step: bool, truncates: bool) -> None:
-        self._codec, self._answers, self._told = codec, answers, told
+    def __init__(
+        self, codec: Codec, scratch: Position, answers: Any, told: Told, *, same_step: bool, truncates: bool
+    ) -> None:
+        self._codec, self._scratch, self._answers, self._told = codec, scratch, answers, told
         self._same_step, self._truncates = same_step, truncates
         self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
         self._aside.lay_out(codec.layout)
@@ -93,8 +97,9 @@ class RolloutReader:
             result: What was answered; truncations are laid over its banks.
             skipped: The slots that took no part in the first step, or in any, and why.
         """
-        answers, aside, reply = self._answers, self._aside, RolloutReply()
-        answers.stand(aside, message.standing)
+        scratch, answers, aside, reply = self._scratch, self._answers, self._aside, RolloutReply()
+        scratch.show(aside, message.shown)
+        answers.started = 0
         shown = [self._legible(reply, self._first)]
         memory, size = memoryview(result.banks), aside.layout.size
         take, number = self._take_one if self._codec.exact else self._take_rows, first
@@ -111,19 +116,20 @@ class RolloutReader:
                     shown.append(self._codec.observation(aside, number, b""))
                 reply.entries.append(bytes(bank.record))
                 reply.steps += 1
-                answers.seen = number
+                scratch.seen = number
                 continue
             aside.write_reply_payload(number, payload)
-            rest = answers.read(aside, number)
-            reply.entries.append(entry_of(bank, request_payload, answers.evidence))
-            take(number, rest, skipped, reply, shown)
+            read = answers.read(aside, number)
+            reply.entries.append(entry_of(bank, request_payload, read.evidence))
+            take(read, skipped, reply, shown)
+            scratch.seen, scratch.loose = read.seen, read.loose
             if answers.started == number:
                 reply.starts.append((number, answers.generators))
-            if answers.seen != number:  # it shows nothing: what was seen last is seen once more
-                answers.stand(aside, {**answers.standing(aside), "seen": number})
+            if read.seen != number:  # it shows nothing: what was seen last is seen once more
+                scratch.show(aside, {**scratch.shown(aside), "seen": number})
                 bank.rewards[:], bank.terminated[:], bank.truncated[:] = 0.0, False, True
             view[:] = bank.view
-        reply.standing = {**answers.standing(aside), "seen": number}
+        reply.shown = {**scratch.shown(aside), "seen": number}
         self._finish(first, result, reply, shown)
         return reply
 
@@ -146,13 +152,12 @@ class RolloutReader:
 
     # --- one request ------------------------------------------------------------------------------
 
-    def _take_rows(self, number: int, rest: bytes, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
+    def _take_rows(self, read: Read, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
         """Read a step of several envs, which lies in its bank."""
-        answers, aside, codec, step = self._answers, self._aside, self._codec, reply.steps
+        aside, codec, step = self._aside, self._codec, reply.steps
         assert isinstance(codec, RowsCodec)
-        bank = aside.banks[number & 1]
-        answer: Any = answers.step(aside, number, rest, [one for one in skipped if bank.skipped[one[0]]])
-        answers.seen, answers.loose = answers.reading
+        bank = aside.banks[read.number & 1]
+        answer: Any = self._answers.step(aside, read, [one for one in skipped if bank.skipped[one[0]]])
         if isinstance(answer, Exception):  # nothing was stepped
             reply.errors = dict.fromkeys(range(codec.slots), answer) | reply.errors
             return
@@ -167,11 +172,11 @@ class RolloutReader:
                 told = {"multienv": self._told(slot, str(error))}
                 by_slot[slot] = {**by_slot.get(slot, {}), **told}
                 if self._same_step:
-                    last = observations[slot] if observations else codec.row(aside, number, slot)
+                    last = observations[slot] if observations else codec.row(aside, read.number, slot)
                     by_slot[slot] |= {"final_obs": last, "final_info": told}
             infos = sorted(by_slot.items())
         reply.errors = answer.errors | reply.errors
-        reply.truncated_errors += answers.truncated_errors.items()
+        reply.truncated_errors += read.truncated_errors.items()
         reply.steps += 1
         if infos:
             reply.infos[step] = infos
@@ -180,18 +185,17 @@ class RolloutReader:
         elif observations:
             shown.append(batch_of(codec.space, observations))
 
-    def _take_one(self, number: int, rest: bytes, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
+    def _take_one(self, read: Read, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
         """Read a step of a single env, or the reset that followed one, which lies in its bank."""
         answers, aside, step = self._answers, self._aside, reply.steps
-        view = aside.banks[number & 1].view
+        view = aside.banks[read.number & 1].view
         begins, failed = view[0] == BEGIN, view[2] == FAILED
         if view[1] & SKIPPED:
             answer: Any = answers.truncation(aside, skipped)
         elif begins:
-            answer = self._legible(reply, partial(answers.reset, aside, number, rest, BEGINNING, ()))
+            answer = self._legible(reply, partial(answers.reset, aside, read, BEGINNING, ()))
         else:
-            answer = self._legible(reply, partial(answers.step, aside, number, rest, ()))
-        answers.seen, answers.loose = answers.reading
+            answer = self._legible(reply, partial(answers.step, aside, read, ()))
         if failed and self._truncates and not begins:
             reply.truncated_errors.append((0, answer))
         elif failed:
@@ -204,10 +208,10 @@ class RolloutReader:
             if not failed:
                 ((_, ending),) = reply.infos[step - 1]
                 reply.infos[step - 1] = [(0, {**info, **ending})]
-                reply.ends.append((step, number, (0,)))
+                reply.ends.append((step, read.number, (0,)))
                 shown[-1] = observation
             return
-        told: dict[str, Any] = info if answers.seen != number else {}
+        told: dict[str, Any] = info if read.seen != read.number else {}
         reply.is_over = bool(told or view[3] & ENDED)
         if reply.is_over:
             info = {"final_obs": observation, "final_info": info, **told}

@@ -1,8 +1,9 @@
 """Keeps the envs of one worker alive: what is asked, what is answered, and what happens when the process is lost.
 
 A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). What a state means and what
-follows from an event is decided in ``state_machine``; what concerns processes is carried out by ``lifecycle``; this
-module holds the state and the requests. Plain steps, of many workers at once, are asked and taken in ``hot_path``.
+follows from an event is decided in ``state_machine``; how envs are brought back, by a ``Healing`` for each loss. Plain
+steps, of many workers at once, are asked and taken in ``hot_path``. What the caller has seen of the worker is its
+``Position``.
 
 **Ctrl-C.** An interrupted wait leaves the request pending, and the next call collects it: reading a reply does not use
 it up, and an answer is committed at once with all that says so. One that strikes while a process is being asked makes
@@ -12,13 +13,15 @@ saw them last.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
+import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,35 +37,46 @@ from multienv.errors import (
     UsageError,
     WaitTimeout,
 )
-from multienv.events import Hook, Statistics
+from multienv.events import Hook, Outcome, Statistics
 from multienv.processes.channel import Channel, Gone, SystemErrors
 from multienv.processes.endings import BUSY_PATIENCE, cut_short, let_go
-from multienv.recovery.answers import ExactAnswers, RowsAnswers, call_answer, unreadable
+from multienv.recovery.answers import ExactAnswers, Read, RowsAnswers, call_answer, unreadable
 from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
+from multienv.recovery.deadlines import RequestDeadlines
+from multienv.recovery.healing import Healing
 from multienv.recovery.hot_path import (
-    BEGINNING_ANEW,
-    BEGINNING_ANEW_HALF,
+    EPISODE_OVER,
     MISSING,
-    OVER,
+    RESETTING,
+    RESETTING_ASYNC,
     SAMPLE,
     STEPPING,
-    STEPPING_HALF,
-    StepBuffers,
+    STEPPING_ASYNC,
     ask,
+    buffers_of,
     interned,
     is_asked_plainly,
     take,
 )
-from multienv.recovery.journal import Journal
-from multienv.recovery.lifecycle import Lifecycle
-from multienv.recovery.limits import SECOND_CHANCE, Limits
+from multienv.recovery.journal import Journal, Plan, furthest_replay
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
+from multienv.recovery.policy import Effort
+from multienv.recovery.position import Position
 from multienv.recovery.record import Record, memory_of
-from multienv.recovery.recoverer import Launcher, Recoverer, RequestFailedError, Unrecoverable
+from multienv.recovery.recoverer import (
+    BudgetSpentError,
+    Found,
+    Launcher,
+    Recoverer,
+    RequestFailedError,
+    Unrecoverable,
+)
+from multienv.recovery.replacement import can_replay, replaced
 from multienv.recovery.rollouts import RolloutReader, RolloutReply, policy_error
 from multienv.recovery.state_machine import (
     Asked,
+    BudgetSpent,
     BuildFailed,
     Built,
     Closed,
@@ -73,7 +87,10 @@ from multienv.recovery.state_machine import (
     Interrupted,
     Kind,
     Launched,
+    Lost,
+    NotRecovered,
     Process,
+    Recovered,
     Replied,
     Request,
     Rules,
@@ -82,6 +99,9 @@ from multienv.recovery.state_machine import (
     instruction_of,
     refusal,
 )
+from multienv.recovery.state_machine import told as line_of
+from multienv.reports.crash import Case
+from multienv.reports.texts import what_happened
 from multienv.sometimes import sometimes
 from multienv.threads import Lock, beside
 from multienv.wire.banks import FAILED, entry_of
@@ -102,8 +122,10 @@ from multienv.wire.messages import (
     foreign,
     is_recorded,
     pack_message,
+    seeds_from,
 )
-from multienv.wire.segment import REPLY, REQUEST, STEP_SECONDS, Segment
+from multienv.wire.segment import OBSTACLE, REPLY, REQUEST, SNAPSHOT, STEP_SECONDS, Segment
+from multienv.wire.shared_pickle import SharedPickle
 from multienv.worker.starts import LARGE_SHARE, SHARE
 
 logger = logging.getLogger("multienv")
@@ -111,6 +133,8 @@ logger = logging.getLogger("multienv")
 # Seconds that close() waits for a call whose process it has killed, and for the log to take its warning.
 _SOON = 0.5
 _INTERRUPTED = "it was ended, because an exception (Ctrl-C?) struck in the trainer while it was being asked"
+# After so many losses for one request, all killed from outside, their common past may be to blame.
+_OUTSIDE_LOSSES = 3
 # How many events of a worker are kept for crash reports.
 _PATH = 50
 # Those that take long: a caller that has other workers to wait for leaves them to a thread.
@@ -118,7 +142,7 @@ _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
 
 
-class HealingDue(Exception):  # noqa: N818 - internal
+class RecoveryDue(Exception):  # noqa: N818 - internal
     """A process must be brought back or built first: call ``collect()`` in a thread, or wait there."""
 
 
@@ -137,7 +161,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def abandon_all(workers: Iterable[Supervisor]) -> None:
-    """Let go of workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers."""
+    """Release workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers."""
     let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
 
 
@@ -154,14 +178,16 @@ class Supervisor:
 
     Attributes:
         state: What the worker is doing.
-        number: The last request whose answer was collected.
-        last_answer: That answer, until the next one is collected; an exception if it is one to raise.
+        position: All that the caller has seen of the worker.
+        last_answer: Of the last request, until the next one is collected; an exception if it is one to raise.
         core: The core it should run on, or ``None``.
         lock: Held by whatever reads and changes the state.
         buffers: What the hot path touches of the present process; ``None``: there is none.
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
         path: The last events and the states that they led to, but for those of plain steps.
-        journal, record: What drove the envs, and what happened to them.
+        channel: To the present process, or to the last one that was lost.
+        healing: The loss that is being healed; ``None``: none is.
+        record: What happened to the envs.
         on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
     """
@@ -172,13 +198,11 @@ class Supervisor:
         "answers",
         "asked_by",
         "buffers",
-        "journal",
         "last_answer",
         "lock",
         "maintenance",
-        "number",
         "pending",
-        "record",
+        "position",
         "state",
     )  # those of the hot path have a place of their own
 
@@ -194,7 +218,6 @@ class Supervisor:
         reports: Path | None = None,
     ) -> None:
         self.state = State()
-        self.number = 1
         self.last_answer: Any = None
         self.core: int | None = None
         self.asked_by: Any = None
@@ -205,30 +228,27 @@ class Supervisor:
         self._sharing = 0
         self._why_lost = ""  # of a process that was ended by plan; "": see _INTERRUPTED
         self.policy, self._deadlines = policy, deadlines
-        self._limits = Limits(deadlines, resets_in_steps=build.autoreset in ("NEXT_STEP", "SAME_STEP"))
         self._owner = os.getpid()
         self.lock = Lock()
         self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
-        self.record = Record(index, hooks, reports, slots=len(build.draws))
         resets_itself = build.autoreset in ("NEXT_STEP", "SAME_STEP")
-        self.maintenance = Maintenance(policy, resets_itself=resets_itself)
-        self.journal = Journal(
+        journal = Journal(
             recording=policy.replays or (reports is not None and policy.journal_limit > 0),
             policy=policy,
         )
-        share = LARGE_SHARE if self.maintenance.recycling.wanted else SHARE
-        build = replace(build, starts=share if self.journal.recording else 0.0)
-        self.pending = Pending(self.record.env_in, learning=self._limits.finds)
-        self.lifecycle = Lifecycle(
-            launcher,
-            build,
-            policy,
-            deadlines,
-            record=self.record,
-            journal=self.journal,
-            pending=self.pending,
-            path=self.path,
+        share = LARGE_SHARE if policy.recycles else SHARE
+        self.position = Position(replace(build, starts=share if journal.recording else 0.0), journal)
+        self.record = Record(self.position, index, hooks, reports)
+        self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
+        self.pending = Pending(
+            self.record.env_in, RequestDeadlines(deadlines, resets_in_steps=resets_itself), len(build.draws)
         )
+        self.recoverer = Recoverer(launcher, policy, deadlines, self.record.recovering, self._strayed)
+        self.channel: Channel | None = None
+        self.healing: Healing | None = None
+        self._building = 0  # number of the request that builds the envs for the first time
+        self._is_long = False  # the process has repeated more of the past than a recovery has to
+        self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
         self.rules = Rules(
             resets_itself=resets_itself,
             poison_after=policy.poison_after,
@@ -245,23 +265,13 @@ class Supervisor:
         _supervisors.add(self)
 
     @property
-    def recoverer(self) -> Recoverer:
-        """Return the ways back; it knows how the envs are built."""
-        return self.lifecycle.recoverer
-
-    @property
-    def channel(self) -> Channel | None:
-        """To the present process, or to the last one."""
-        return self.lifecycle.channel
-
-    @property
     def description(self) -> Description | None:
         """Return what the envs are, once they were built."""
         return self.recoverer.description
 
     def share_memory(self, other: Supervisor) -> None:
         """Share with another worker of the batch whether the env has shown a memory across resets."""
-        self.journal.memory = other.journal.memory
+        self.position.journal.memory = other.position.journal.memory
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -286,29 +296,45 @@ class Supervisor:
             return self.description
 
     def _launch(self) -> Instruction:
-        return self._happen(self.lifecycle.launch())
+        """Launch the first process and ask it to build the envs; one that replaces a lost one is charged."""
+        healing = self.healing
+        if healing is not None:
+            effort = healing.effort
+            effort.turn = None  # each of these deaths is charged
+            try:
+                self.recoverer.admit(effort, self.position.steps)
+            except (BudgetSpentError, Unrecoverable):
+                self._tell(healing, "raised", "the budget of restarts is spent")
+                self.drop()
+                return self._happen(BudgetSpent())
+            effort.attempts += 1
+            self.recoverer.restarts += 1
+        self.channel, self._building = self.recoverer.launch(self.position.build)
+        self.recoverer.handed_over()
+        self.pending.bound(self._deadlines.start)
+        return self._happen(Launched())
 
     # --- steps, and resets that carry nothing -----------------------------------------------------
 
-    def send_step(self, action: Any, whole: bool = True) -> None:
+    def send_step(self, action: Any, waits: bool = True) -> None:
         """Publish a step; does not block.
 
         Args:
             action: Of the action space; of several envs the batch of their actions.
-            whole: The caller collects the answer in the same call.
+            waits: The caller collects the answer in the same call.
         """
         with self.lock:
-            if not ask((self,), (0,), (action,), STEPPING if whole else STEPPING_HALF, self.asked_by):
-                self._prepare_step(action, whole)
+            if not ask((self,), (0,), (action,), STEPPING if waits else STEPPING_ASYNC, self.asked_by):
+                self._prepare_step(action, waits)
 
-    def _send_beginning(self, whole: bool) -> bool:
+    def _send_beginning(self, waits: bool) -> bool:
         """Publish the reset of a single env that carries nothing, if there is nothing to see to first."""
         maintenance = self.maintenance
-        if self.state is not OVER or maintenance.is_due or maintenance.recycling.wanted:
+        if self.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
             return False
         self.record.asked = ()
-        self.pending.begin(BEGINNING, b"", self._limits.reset)
-        self.state = BEGINNING_ANEW if whole else BEGINNING_ANEW_HALF
+        self.pending.begin(BEGINNING, b"", self.pending.limit_of(Kind.RESET))
+        self.state = RESETTING if waits else RESETTING_ASYNC
         self._publish()
         return True
 
@@ -317,7 +343,7 @@ class Supervisor:
 
         Args:
             timeout: Seconds to wait for the process.
-            heal: Bring a lost process back in this call; else :class:`HealingDue` is raised.
+            heal: Bring a lost process back in this call; else :class:`RecoveryDue` is raised.
 
         Raises:
             WaitTimeout: The answer is not there within ``timeout``; the request stays pending.
@@ -362,7 +388,7 @@ class Supervisor:
                 return channel.wait(number, until)
             self._find_limit()
             was_here = channel.answered(number)
-            is_here = self.pending.await_reply(channel, number, until, self._name(), self._counted())
+            is_here = self.pending.await_reply(channel, number, until, self.state.request)
             if not was_here:
                 self.note_time()
             return is_here
@@ -373,69 +399,48 @@ class Supervisor:
 
     def note_time(self) -> None:
         """Note how long the pending request took, when a wait for it has ended; deadlines are found by that."""
-        limits, request, number = self._limits, self.state.request, self.number + 1
-        if not limits.is_learning or request is None or request.steps or self.segment is None:
-            return
-        if self.segment.words[REPLY] == number and limits.note(
-            request.kind.value, self.pending.longest(number, self.rules.slots)
-        ):
-            self._learn()
-
-    def _learn(self) -> None:
-        """Find the deadlines that are not given."""
-        self._limits.learn(self.record.steps, self.record.episodes)
-        if self.buffers is not None:
-            self.buffers.limit = self._limits.step
+        number = self.position.number + 1
+        if self.segment is not None and self.segment.words[REPLY] == number:
+            self.pending.note_time(self.state.request, number, self.position.steps, self.position.episodes)
 
     def _find_limit(self) -> None:
-        """Give a request that is waited for the deadline that is found now, if it had none when it was asked."""
-        request = self.state.request
-        if self._limits.is_learning and request is not None and self.pending.until is None:
-            self._learn()
-            limit = self._limit_of(request.kind, request.steps)
-            if limit is not None:
-                self.bound(limit)
-
-    def _counted(self) -> Any:
-        """Return the control words if each env of several has the deadline of the pending request for itself."""
-        request = self.state.request
-        return self.segment.words if self.rules.slots > 1 and request is not None and not request.steps else None
+        self.pending.find_limit(self.state.request, self.position.steps, self.position.episodes)
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _prepare_step(self, action: Any, whole: bool) -> None:
+    def _prepare_step(self, action: Any, waits: bool) -> None:
         """Ask for a step where the worker is not simply waiting for one."""
         self.check("step", Kind.STEP)
         if self.maintenance.is_due:
             self._maintain(resetting=False)
-        number = self.number + 1
+        number = self.position.number + 1
         if self.state.process is Process.READY:
             self.buffers.encode(number, action)
-            self.pending.begin_step(self._limits.step)
+            self.pending.begin_step()
         else:  # there is no process to ask it
             sometimes("a step is asked for while there is no process")
             assert self.codec is not None
             aside = Segment(-1)
             aside.lay_out(self.codec.layout)
             self.codec.encoder(aside)(number, action)
-            self.pending.begin_step(self._limits.step, number, aside)
-        self._happen(Asked(Request(Kind.STEP, "step", whole)))
+            self.pending.begin_step(number, aside)
+        self._happen(Asked(Request(Kind.STEP, "step", waits)))
         if instruction_of(self.state, self.rules) is Instruction.ASK:
             self._publish()
 
-    def send(self, name: str, message: Message, whole: bool = True) -> None:
+    def send(self, name: str, message: Message, waits: bool = True) -> None:
         """Publish a request that is not a step; a lost process is not waited for here.
 
         Args:
             name: What the caller called, for messages.
             message: The request.
-            whole: The caller collects the answer in the same call.
+            waits: The caller collects the answer in the same call.
         """
         with self.lock:
             is_reset, steps = isinstance(message, Reset), message.steps if isinstance(message, Rollout) else 0
             kind = Kind.STEP if steps else Kind.RESET if is_reset else Kind.CALL
             self.check(name, kind)
-            if message is BEGINNING and self._send_beginning(whole):
+            if message is BEGINNING and self._send_beginning(waits):
                 return
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
                 self.look_at_limits(resetting=getattr(message, "mask", None) is None)
@@ -447,7 +452,7 @@ class Supervisor:
                 self.record.asked = message.seeds
                 touched = message.mask
             if isinstance(message, Rollout):
-                message = replace(message, standing=self.answers.standing(self.segment))
+                message = replace(message, shown=self.position.shown(self.segment))
             try:
                 payload = pack_message(message)
             except Unpicklable as unpicklable:
@@ -456,21 +461,14 @@ class Supervisor:
                     f"{name}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. "
                     "Nothing was sent."
                 ) from error
-            self.pending.begin(message, payload, self._limit_of(kind, steps))
-            self._happen(Asked(Request(kind, name, whole, touched, steps)))
+            self.pending.begin(message, payload, self.pending.limit_of(kind, steps))
+            self._happen(Asked(Request(kind, name, waits, touched, steps)))
             if self.state.process is Process.READY:
                 self._publish()
 
-    def _limit_of(self, kind: Kind, steps: int) -> float | None:
-        """Return the deadline of a request; of a rollout that of all its steps together."""
-        limits = self._limits
-        if steps:
-            return None if limits.step is None else steps * self.rules.slots * limits.step
-        return {Kind.STEP: limits.step, Kind.RESET: limits.reset, Kind.CALL: limits.call}[kind]
-
     def _publish(self) -> None:
         assert self.channel is not None
-        self.pending.publish(self.channel, self.number + 1, self.state)
+        self.pending.publish(self.channel, self.position.number + 1, self.state)
 
     def _name(self) -> str:
         return "initialize" if self.state.request is None else self.state.request.name
@@ -499,7 +497,7 @@ class Supervisor:
         while instruction not in (Instruction.DELIVER, Instruction.NOTHING):
             if instruction in _LONG and not heal:
                 sometimes("a thread brings the envs back")
-                raise HealingDue
+                raise RecoveryDue
             if instruction in _RAISED:
                 self._commit_error(instruction)
                 break
@@ -507,7 +505,7 @@ class Supervisor:
             self._refuse_if_unusable("collect")
         if instruction is Instruction.NOTHING:
             return None
-        self.lifecycle.forget_loss()
+        self.healing = None
         self.pending.settled()
         if isinstance(self.last_answer, BaseException):
             raise self.last_answer
@@ -515,7 +513,7 @@ class Supervisor:
 
     def _do_ask(self, until: float | None) -> Instruction:
         """Publish the request and wait for its answer."""
-        number = self.number + 1
+        number = self.position.number + 1
         try:
             self._publish()
             if not self._await(number, until):
@@ -530,25 +528,95 @@ class Supervisor:
 
     def _lose(self, gone: Gone) -> Instruction:
         """Note that the process is lost; returns what the policy says."""
-        request = self.state.request
-        instruction = self._happen(self.lifecycle.lost(gone, self.state, self.number))
-        if gone.cause == "hung" and request is not None and self._limits.finds(request.kind.value):
-            limit = self._limit_of(request.kind, request.steps)
-            if limit is not None and self.pending.limit == limit:  # else it was raised before, or is the caller's own
-                sometimes("a deadline that was found from the times seen is raised")
-                self.pending.limit = SECOND_CHANCE * limit
-                told = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
-                logger.warning(told, request.name, self.record.env_in(gone.slot), self.pending.limit)
+        request, channel, number = self.state.request, self.channel, self.position.number + 1
+        assert channel is not None
+        slots, is_policy = self.rules.slots, False
+        slot = (0 if slots == 1 else gone.slot) if gone.number == number else -1
+        if request is not None and request.steps and gone.number >= number:  # each step of it has a number of its own
+            slot, is_policy = gone.slot, gone.slot < 0
+        if request is not None and request.is_plain_step:
+            self.pending.save(channel.segment, number)
+        self.position.journal.cut(number - 1)
+        # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
+        losses = self.state.losses
+        repeats = self._is_long and losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)
+        healing = self.healing
+        if healing is None or healing.lost is not channel:  # else Ctrl-C came before the state was committed
+            healing = self.healing = self._healing_of(gone, channel, slot, repeats=repeats)
+        lost = Lost(
+            gone.cause,
+            slots if is_policy else slot,
+            gone.is_from_outside,
+            what_happened(healing.loss),
+            repeats and gone.cause == "died",
+        )
+        instruction = self._happen(lost)
+        if gone.cause == "hung" and request is not None and self.pending.was_slow(request):
+            told = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
+            logger.warning(told, request.name, self.record.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
-            self.lifecycle.drop_lost(instruction, self.state)
+            self._drop_lost(healing, instruction)
         return instruction
+
+    def _healing_of(self, gone: Gone, channel: Channel, slot: int, *, repeats: bool) -> Healing:
+        """Record a loss, and return what is to heal it."""
+        request, number, fate = self.state.request, self.position.number + 1, gone.fate
+        if fate.snapshot is not None and fate.snapshot >= number:  # of a request that was taken back
+            sometimes("a snapshot is newer than the last answer")
+            fate = replace(fate, snapshot=None)
+        entry, name = b"", "snapshot" if request is None else request.name
+        if request is not None and self.codec is not None and self.record.reports.wanted:
+            entry = self.pending.entry(channel.segment, number, request, self.codec.layout)
+        idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
+        loss = self.record.loss(gone, name, slot, self.pending.limit, self._case(entry), idle=idle)
+        return Healing(loss, channel, fate, self.recoverer.begin(), repeats=repeats)
+
+    def _drop_lost(self, healing: Healing, instruction: Instruction) -> None:
+        """Drop a lost process whose envs are not brought back, and record the outcome."""
+        self.drop()
+        request = self.state.request
+        if instruction is Instruction.RAISE_LOST:
+            self._tell(healing, "raised", "")
+        else:
+            is_reset = request is not None and request.kind is Kind.RESET
+            self._tell(healing, "reset" if is_reset else "truncated", self.state.what)
+
+    def _tell(self, healing: Healing, outcome: Outcome, reason: str) -> None:
+        self.record.recovery(healing.loss, outcome, reason, healing.effort)
+
+    def _case(self, pending: bytes) -> Case | None:
+        """Return the data for a crash report; ``None`` if no reports are wanted."""
+        if not self.record.reports.wanted:
+            return None
+        journal, codec, build = self.position.journal, self.codec, self.position.build
+        known = journal.recording and codec is not None
+        packed = build.env_fns
+        if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
+            packed = packed.again()
+        return Case(
+            replay=partial(furthest_replay, journal.dump() if known else None),
+            size=len(journal) if known else 0,
+            pending=pending,
+            build=replace(build, env_fns=packed),
+            description=self.description,
+            deadline=self.pending.limit,
+            layout=None if codec is None else codec.layout,
+            path=tuple(line_of(event, after) for event, after in tuple(self.path)),
+        )
 
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that nothing brings back."""
         if self.description is None:
             return self._launch()
+        position = self.position
+        build, journal = position.build, position.journal
+        if build.seeds is not None:
+            build = replace(build, seeds=seeds_from(*build.seeds))
+        build = replace(build, draws=tuple(draw + 1 for draw in build.draws), generators={})
+        effort = self.recoverer.begin(planned=self.healing is None)
+        lasting = journal.all_lasting() if journal.replaying else ()
         try:
-            channel = self.lifecycle.renew(self.number)
+            channel, lasting = self.recoverer.begin_anew(build, effort, lasting)
         except RequestFailedError as failed:
             failed.with_traceback(None)  # its frames would keep the segment mapped
             error = self.record.error_of(-1, failed.failure, "initialize")
@@ -556,7 +624,7 @@ class Supervisor:
             raise error from error.__cause__  # which is what env_fn raised
         except Unrecoverable as why:
             self._refuse_if_unusable("collect")
-            loss = self.lifecycle.loss or self.record.last_loss
+            loss = self.record.last_loss if self.healing is None else self.healing.loss
             why.with_traceback(None)
             if loss is None:
                 unbuilt: Exception = UsageError(f"It could not be started: {why}.")
@@ -564,61 +632,122 @@ class Supervisor:
                 unbuilt = self.record.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
             self._give_up_request(unbuilt)
             raise unbuilt from why
+        self.begin_anew(build, lasting)
         self.adopt(channel)
         return self._happen(Launched(), Built())
 
     def _give_up_request(self, error: Exception) -> None:
         self.last_answer = error  # for a caller that was interrupted, or has left this to a thread
         self._happen(BuildFailed())
-        self.number += 2
+        self.position.number += 2
 
     def _do_await_build(self, until: float | None) -> Instruction:
         """Wait until the envs are built for the first time."""
-        event = self.lifecycle.await_build(until)
+        outcome = self._build_outcome(until)
         self._refuse_if_unusable("initialize")
-        if isinstance(event, Exception):
-            self._happen(BuildFailed())
-            raise event
-        if event is None:
+        if outcome is None:
             raise WaitTimeout("initialize() has not answered in time. It is still running: wait again, or close().")
-        if isinstance(event, Built):
-            self._lay_out()
-            self.journal.begin(self.number)
-            assert self.channel is not None
-            self.adopt(self.channel)
-        instruction = self._happen(event)
-        if instruction is Instruction.LAUNCH:
-            self.lifecycle.drop()
-        elif instruction is Instruction.RAISE_LOST:
-            self.lifecycle.drop_lost(instruction, self.state)
-        return instruction
+        if isinstance(outcome, Exception):
+            self.drop()
+            self._happen(BuildFailed())
+            raise outcome
+        if isinstance(outcome, Lost):
+            instruction = self._happen(outcome)
+            if instruction is Instruction.RAISE_LOST:
+                assert self.healing is not None
+                self._drop_lost(self.healing, instruction)
+            self.drop()
+            return instruction
+        if self.healing is not None:
+            self._tell(self.healing, "exact", "")
+            self.healing = None
+        self._lay_out()
+        self.position.journal.begin(self.position.number)
+        assert self.channel is not None
+        self.adopt(self.channel)
+        return self._happen(outcome)
+
+    def _build_outcome(self, until: float | None) -> Event | Exception | None:
+        """Return what came of the first build; ``None``: nothing before ``until``.
+
+        An error of ``env_fn`` is returned: raised here, its traceback would keep the segment mapped as long as the
+        caller keeps it.
+        """
+        channel, pending = self.channel, self.pending
+        assert channel is not None
+        try:
+            if not pending.await_reply(channel, self._building, until, None):
+                return None
+            self.recoverer.await_build(self.position.build, channel, self._building, pending.until)
+        except RequestFailedError as failed:
+            return self.record.error_of(-1, failed.failure, "initialize")
+        except Gone as gone:
+            loss = self.record.loss(gone, "initialize", gone.slot, pending.limit, self._case(b""))
+            effort = self.recoverer.begin() if self.healing is None else self.healing.effort
+            self.healing = Healing(loss, channel, gone.fate, effort)
+            return Lost(gone.cause, -1, gone.is_from_outside)
+        return Built()
 
     def _do_recover(self, until: float | None) -> Instruction:
         """Bring the envs back, or end their episodes."""
-        if self.lifecycle.loss is None:
+        healing = self.healing
+        if healing is None:
             assert self.channel is not None
             gone = self.channel.kill(detail=_INTERRUPTED)
             gone.detail, self._why_lost = self._why_lost or gone.detail, ""
             return self._lose(gone)
-        event = self.lifecycle.recover()
-        found, self.lifecycle.found = self.lifecycle.found, None
+        found: Found | None = None
+        try:
+            found = healing.recover(self.recoverer, self.position)
+        except BudgetSpentError:
+            self._tell(healing, "raised", "the budget of restarts is spent")
+            self.drop()
+            return self._happen(BudgetSpent())
+        except Unrecoverable as why:
+            event: Recovered | NotRecovered = NotRecovered(healing.because(str(why)))
+        else:
+            event = Recovered({slot: healing.because(what) for slot, what in found.mismatches.items()})
         self.refuse_if_closed("collect", None if found is None else found.channel)
         if found is not None:
-            self.adopt(found.channel)
+            is_long = self.position.journal.can_be_shorter(found.plan)
+            self.go_on_from(found.plan, found.mismatches, healing.effort)
+            self.adopt(found.channel, healing.effort.replayed)
+            self._is_long = is_long
         after, instruction = decide(self.state, event, self.rules)
         after = interned(after)
         self.path.append((event, after))
-        self.lifecycle.tell(event, instruction, self.state, after)
+        healing.processes = self.state.losses
+        reservation = self.position.journal.memory.reservation
+        self._tell(healing, *healing.outcome(event, instruction, self.state, after, reservation))
         self.state = after
         return instruction
+
+    def go_on_from(self, plan: Plan | None, lost: Iterable[int], effort: Effort) -> None:
+        """Note that the envs are those that a replay has led to; ``None``: a snapshot. Those in ``lost`` are others."""
+        journal = self.position.journal
+        effort.is_exact = plan is None or not plan.resets or journal.begins_anew
+        if plan is not None:
+            journal.go_on_from(plan)
+            journal.lose(lost)
+
+    def begin_anew(self, build: Build, lasting: tuple[bytes, ...]) -> None:
+        """Note that all envs are new ones, in which these calls and attributes were repeated."""
+        self.position.build = build
+        self.position.journal.begin(self.position.number, lasting)
+
+    def _strayed(self, slot: int, what: str) -> None:
+        """Note that a slot was replayed from a reset otherwise than it was seen."""
+        spec = None if self.description is None else self.description.spec
+        env = self.record.env_in(slot)
+        self.position.journal.memory.note(env if spec is None else f"{spec.id} ({env})", what)
 
     def _do_truncate(self, until: float | None) -> Instruction:
         """End all episodes without asking a process."""
         sometimes("a step is truncated without a process")
         answer = self.answers.truncation(self.segment, self.state.skipped)
-        self._commit(self.number + 2, Replied(ended=True), answer)
-        self.record.ended(range(self.rules.slots), self.recoverer.build.autoreset)
-        self.record.steps += 1
+        self._commit(self.position.number + 2, Replied(ended=True), answer)
+        self.position.count_ends(range(self.rules.slots))
+        self.position.steps += 1
         return Instruction.DELIVER
 
     # What carries out an instruction; each returns the next one.
@@ -631,21 +760,26 @@ class Supervisor:
     }
 
     def _commit_error(self, instruction: Instruction) -> None:
-        """Have the error of a loss be the answer."""
-        error = self.lifecycle.error(instruction, self.state)
+        """Commit the error of a loss as the answer."""
+        error = self._error_to_raise(instruction)
         if instruction is Instruction.RAISE_POISON and self.state.episode is Episode.NONE:
             self.give_up()  # a reset may end every process in which the env is as it was
         self.last_answer = error
-        self.number += 2
+        self.position.number += 2
 
-    def _commit(self, number: int, event: Replied, answer: Any) -> None:
-        """Commit an answer."""
+    def _error_to_raise(self, instruction: Instruction) -> MultienvError:
+        assert self.healing is not None
+        return self.healing.error(instruction, self.state, self.record, self.policy)
+
+    def _commit(self, number: int, event: Replied, answer: Any, read: Read | None = None) -> None:
+        """Commit an answer; ``read``: what it has shown."""
         state, _ = decide(self.state, event, self.rules)
         self.path.append((event, state))
-        state, answers = interned(state), self.answers
+        state, position = interned(state), self.position
+        seen, loose = (position.seen, position.loose) if read is None else (read.seen, read.loose)
         self.last_answer = answer
         # Adjacent stores: no signal handler comes in between.
-        (answers.seen, answers.loose), self.number, self.state = answers.reading, number, state
+        position.seen, position.loose, position.number, self.state = seen, loose, number, state
 
     # --- an answer --------------------------------------------------------------------------------
 
@@ -660,16 +794,15 @@ class Supervisor:
         bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
         message = None if request.kind is Kind.STEP else self.pending.message
         failed = bank.view[2] == FAILED
-        self.answers.reading = self.answers.seen, self.answers.loose
-        rest = segment.read_reply_payload(number) if is_call else self.answers.read(segment, number)
-        evidence = b"" if is_call or failed else self.answers.evidence
+        journal, read = self.position.journal, None if is_call else self.answers.read(segment, number)
+        evidence = b"" if read is None or failed else read.evidence
         # Once, and before anything is laid over the rows: an interruption may have this reply read again.
-        if (not is_call or is_recorded(message)) and number not in self.journal.entries:
+        if (not is_call or is_recorded(message)) and number not in journal.entries:
             payload = self.pending.payload_of(segment, number, request)
             entry = entry_of(bank, payload, evidence)
-            self.journal.log(number, entry, payload if isinstance(message, LASTING) else b"")
+            journal.log(number, entry, payload if isinstance(message, LASTING) else b"")
         try:
-            answer = foreign(partial(self._answer, number, request, message, rest), Illegible)
+            answer = foreign(partial(self._answer, number, request, message, read), Illegible)
         except Illegible as illegible:
             if failed or is_call:  # the reply itself is no pickle
                 sometimes("a reply is unreadable")
@@ -678,24 +811,24 @@ class Supervisor:
         skipped = self.state.skipped
         if skipped:
             bank.skipped[:] = 0
-            if request.kind is Kind.RESET and self.lifecycle.loss is not None and not isinstance(answer, Exception):
+            if request.kind is Kind.RESET and self.healing is not None and not isinstance(answer, Exception):
                 for slot, reason in skipped:
-                    answer.errors[slot] = self.record.lost_error(self.lifecycle.loss, reason)
-            if not self.recoverer.build.exact and not failed:
+                    answer.errors[slot] = self.record.lost_error(self.healing.loss, reason)
+            if not self.position.build.exact and not failed:
                 self._note_spoilt(skipped)
-        ended = request.kind is Kind.STEP and self.answers.ended
+        ended = request.kind is Kind.STEP and read is not None and read.ended
         if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
             self.record.truncated_error(0, answer, channel.pid)
             answer = self.answers.truncation(segment, ((0, str(answer)),))
         # A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows
         # that the caller saw last: its process may die while it writes there.
-        last = number if self.answers.reading[0] == number else number + 1
-        self._commit(last, Replied(ended=ended, failed=failed), answer)
-        self._count(request, message, failed, number)
+        last = number if read is not None and read.seen == number else number + 1
+        self._commit(last, Replied(ended=ended, failed=failed), answer, read)
+        self._count(request, message, failed, number, read)
 
     def _take_rollout(self, number: int) -> None:
         """Read, journal and commit the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
-        segment, channel, answers, journal, codec = self.segment, self.channel, self.answers, self.journal, self.codec
+        segment, channel, position, codec = self.segment, self.channel, self.position, self.codec
         assert channel is not None
         assert codec is not None
         try:
@@ -708,80 +841,90 @@ class Supervisor:
         message = self.pending.message
         assert isinstance(message, Rollout)
         if self._rollout_reader is None:
+            aside = Position(position.build, position.journal)
             self._rollout_reader = RolloutReader(
                 codec,
-                self._new_answers(codec),
+                aside,
+                self._new_answers(codec, aside),
                 self.record.truncation,
-                same_step=self.recoverer.build.autoreset == "SAME_STEP",
+                same_step=position.build.autoreset == "SAME_STEP",
                 truncates=self.policy.on_error == "truncate",
             )
         reply = self._rollout_reader.read(number, message, rolled, self.state.skipped)
-        journal.cut(self.number)
+        position.journal.cut(position.number)
         for place, entry in enumerate(reply.entries, number):
-            journal.log(place, entry)
-        answers.stand(segment, reply.standing)
+            position.journal.log(place, entry)
+        position.show(segment, reply.shown)
+        self.answers.started = 0
         segment.banks[number & 1].skipped[:] = 0
         state, _ = decide(self.state, Replied(ended=reply.is_over), self.rules)
         self.last_answer = reply if rolled.failure is None else policy_error(rolled.failure, reply.steps)
         # Adjacent stores: no signal handler comes in between.
-        self.number, self.state = answers.seen, interned(state)
+        position.number, self.state = position.seen, interned(state)
         self._count_rollout(reply)
 
     def _count_rollout(self, reply: RolloutReply) -> None:
         """Count the steps and episodes of a rollout, and see what is due."""
-        record, journal, build, before = self.record, self.journal, self.recoverer.build, self.record.steps
+        position, journal, before = self.position, self.position.journal, self.position.steps
         assert self.channel is not None
         for slot, error in reply.truncated_errors:
-            record.truncated_error(slot, error, self.channel.pid)
+            self.record.truncated_error(slot, error, self.channel.pid)
         for steps, number, slots in reply.ends:
-            record.steps = before + steps
-            if build.exact:
-                record.reset((None,), BEGINNING.touches)
+            position.steps = before + steps
+            if position.build.exact:
+                position.count_reset((None,), BEGINNING.touches)
             else:
-                record.ended(slots, build.autoreset)
+                position.count_ends(slots)
             journal.note_ends(slots, number)
-        record.steps = before + reply.steps
-        seconds = self.maintenance.count(record, self.channel)
+        position.steps = before + reply.steps
+        seconds = self._count_time(self.channel)
         for number, generators in reply.starts:
             for slot, state in generators.items():
                 journal.note_start(slot, number, state, seconds)
         self.look_at_limits()
 
-    def _answer(self, number: int, request: Request, message: Any, rest: bytes) -> Any:
+    def _count_time(self, channel: Channel) -> float:
+        """Return the time that the envs took so far."""
+        self.position.seconds += self.maintenance.took(channel)
+        return self.position.seconds
+
+    def _answer(self, number: int, request: Request, message: Any, read: Read | None) -> Any:
         """Return what the reply to a request shows."""
         segment, skipped = self.segment, self.state.skipped
-        if request.kind is Kind.STEP:
-            return self.answers.step(segment, number, rest, skipped)
-        if request.kind is Kind.RESET:
-            return self.answers.reset(segment, number, rest, message, skipped)
+        if read is not None and request.kind is Kind.STEP:
+            return self.answers.step(segment, read, skipped)
+        if read is not None:
+            return self.answers.reset(segment, read, message, skipped)
+        rest = segment.read_reply_payload(number)
         if segment.banks[number & 1].view[2] == FAILED:
             return self._error_of(-1, pickle.loads(rest))
         slots = message.slots or range(self.rules.slots)
         values, errors = call_answer(rest, slots, request.name, self._error_of)
-        if self.recoverer.build.exact:
+        if self.position.build.exact:
             return errors[0] if 0 in errors else values[0]
         return values, errors
 
     def _error_of(self, slot: int, failure: Any) -> Exception:
         return self.record.error_of(slot, failure, self._name())
 
-    def _count(self, request: Request, message: Message | None, failed: bool, number: int) -> None:
+    def _count(self, request: Request, message: Message | None, failed: bool, number: int, read: Read | None) -> None:
         """Count what was answered by the reply to request ``number``, and see what is due."""
-        record = self.record
+        position = self.position
         if request.kind is Kind.STEP:
             assert self.channel is not None
-            for slot, error in getattr(self.answers, "truncated_errors", {}).items():
-                record.truncated_error(slot, error, self.channel.pid)
+            assert read is not None
+            for slot, error in read.truncated_errors.items():
+                self.record.truncated_error(slot, error, self.channel.pid)
             self.note_ends(self.last_answer, number)
-            record.steps += 1
+            position.steps += 1
             if self.answers.started == number:
                 self.note_starts(number)
-            elif self.answers.ended or not self.number & SAMPLE:
+            elif read.ended or not position.number & SAMPLE:
                 self.look_at_limits()
             return
         if isinstance(message, Reset) and not failed:
-            record.reset(message.seeds, message.touches)
-            self.journal.note_ends(filter(message.touches, range(self.rules.slots)), number)
+            position.count_reset(message.seeds, message.touches)
+            position.journal.note_ends(filter(message.touches, range(self.rules.slots)), number)
             if self.answers.started == number:
                 self.note_starts(number)
         # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
@@ -789,24 +932,24 @@ class Supervisor:
 
     def note_beginning(self, number: int) -> None:
         """Note that a single env was reset by a request that carries nothing."""
-        self.record.reset((None,), BEGINNING.touches)
-        self.journal.note_ends((0,), number)
+        self.position.count_reset((None,), BEGINNING.touches)
+        self.position.journal.note_ends((0,), number)
 
     def note_ends(self, reply: Any, number: int) -> None:
         """Note whose episodes the answer to the step ``number`` ends; again does no harm."""
         if isinstance(reply, RowsReply):
             failed = self.segment.banks[number & 1].failed
             ended = (reply.terminated | reply.truncated | failed).nonzero()[0].tolist()
-            self.record.ended(ended, self.recoverer.build.autoreset)
-            self.journal.note_ends(ended, number)
+            self.position.count_ends(ended)
+            self.position.journal.note_ends(ended, number)
 
     def note_starts(self, number: int) -> None:
         """Note the resets that the reply to request ``number`` tells of: a replay can begin there."""
         channel = self.channel
         if channel is not None:
-            seconds = self.maintenance.count(self.record, channel)
+            seconds = self._count_time(channel)
             for slot, generators in self.answers.generators.items():
-                self.journal.note_start(slot, number, generators, seconds)
+                self.position.journal.note_start(slot, number, generators, seconds)
             self.look_at_limits()
 
     def resume(self) -> Any:
@@ -829,21 +972,20 @@ class Supervisor:
         with self.lock:
             instruction, channel = instruction_of(self.state, self.rules), self.channel
             if channel is not None and instruction is Instruction.ASK:
-                number = self.number + 1
+                number = self.position.number + 1
                 if not channel.answered(number):
                     self._publish()  # the call that brought it back may have been broken off before that
             elif channel is not None and instruction is Instruction.AWAIT_BUILD:
-                number = self.lifecycle.building
+                number = self._building
             else:
                 return None
             self._find_limit()
-            return channel, number, self.pending.due(number, self._counted())
+            return channel, number, self.pending.due(channel, number, self.state.request)
 
     def bound(self, seconds: float) -> None:
         """Give the pending request a deadline: so many seconds from now, and in each process that it is asked of."""
         with self.lock:
-            self.pending.limit = seconds
-            self.pending.arm()
+            self.pending.bound(seconds)
 
     # --- the present process ----------------------------------------------------------------------
 
@@ -854,42 +996,50 @@ class Supervisor:
         if self.codec is not None:
             return
         assert self.description is not None
-        self.journal.lay_out(codec.layout.end, codec.slots, self.description.seconds)
+        self.position.journal.lay_out(codec.layout.end, codec.slots, self.description.seconds)
         self.rules = replace(self.rules, slots=codec.slots)
-        self.answers = self._new_answers(codec)
+        self.answers = self._new_answers(codec, self.position)
         self.codec = codec  # last: an interruption leaves all to do again
 
-    def _new_answers(self, codec: Codec) -> ExactAnswers | RowsAnswers:
+    def _new_answers(self, codec: Codec, position: Position) -> ExactAnswers | RowsAnswers:
         """Make what reads replies."""
-        build = self.recoverer.build
+        build = position.build
         if isinstance(codec, ExactCodec):
-            return ExactAnswers(codec, self._error_of, self.record.truncation, self._show_spaces)
+            return ExactAnswers(codec, position, self._error_of, self.record.truncation, self._set_spaces)
         return RowsAnswers(
             codec,
+            position,
             self._error_of,
             self.record.truncation,
             same_step=build.autoreset == "SAME_STEP",
             truncates=build.truncates_errors,
         )
 
-    def _show_spaces(self, spaces: tuple[Any, Any]) -> None:
-        show = self.on_spaces()
+    def _set_spaces(self, spaces: bytes) -> None:
+        """Show spaces that a single env has set, pickled; ``b""``: those that it was built with."""
+        codec, show = self.codec, self.on_spaces()
+        assert isinstance(codec, ExactCodec)
+        self.position.spaces, codec.checks_actions = spaces, not spaces
+        shown = codec.space, codec.action_space
+        with contextlib.suppress(Illegible):
+            shown = foreign(partial(pickle.loads, spaces), Illegible) if spaces else shown
         if show is not None:
-            show(spaces)
+            show(shown)
 
-    def adopt(self, channel: Channel) -> None:
-        """Make a process the worker's."""
+    def adopt(self, channel: Channel, replayed: int = 0) -> None:
+        """Make a process the worker's, in which so many requests were replayed."""
         codec, segment, old = self.codec, channel.segment, self.channel
         assert codec is not None
-        buffers = StepBuffers(channel, codec, self._limits.step)
+        buffers = buffers_of(self, channel, codec)
         if self.segment is not None:
-            self.answers.stand(segment, self.answers.standing(self.segment))
-        self.pending.put(segment, self.number + 1)
+            self.position.show(segment, self.position.shown(self.segment))
+        self.answers.started, self._is_long = 0, False
+        self.pending.put(segment, self.position.number + 1)
         # Adjacent stores: no signal handler comes in between.
-        self.lifecycle.channel, self.segment, self.buffers = channel, segment, buffers
+        self.channel, self.segment, self.buffers = channel, segment, buffers
         self.recoverer.handed_over()
         is_over = self._is_between_episodes()
-        self.maintenance.begin(self.record, channel, self.lifecycle.replayed, is_over=is_over)
+        self.maintenance.begin(channel, replayed, is_over=is_over)
         channel.on_leaving = self.maintenance.leave
         if channel.leaving:
             self.maintenance.leave(channel.leaving)
@@ -900,15 +1050,34 @@ class Supervisor:
             old.release()
 
     def prefer(self, core: int | None, *, sharing: int) -> None:
-        """Have the worker, and each process after it, run on this core while steps are short."""
+        """Bind the worker, and each process after it, to this core while steps are short."""
         self.core, self._sharing = core, sharing
         channel = self.channel
         if channel is not None:
             channel.prefer(core, sharing=sharing)
 
+    def move_to(self, position: Mapping[str, Any], state: State, channel: Channel) -> None:
+        """Take over a process whose envs stand at another position, as :meth:`Position.dump` returned it."""
+        spaces = self.position.spaces
+        self.position.load(position)
+        self.maintenance.moved()
+        self.pending.settled()
+        self.adopt(channel)
+        self.position.show(channel.segment, position["shown"])
+        if self.position.spaces != spaces:
+            self._set_spaces(self.position.spaces)
+        self.stand(state)
+
+    def drop(self) -> None:
+        """End the process; its segment stays, with what the caller saw last."""
+        channel = self.channel
+        if channel is not None:
+            channel.kill()
+            channel.release(keep_memory=True)
+
     def give_up(self) -> None:
         """End the process; the envs' episode is given up too."""
-        self.lifecycle.drop()
+        self.drop()
         if self.state.process is not Process.NONE:
             self._happen(Discarded())
 
@@ -929,10 +1098,13 @@ class Supervisor:
         self._checkpoints.free_dropped()
         channel = self.channel
         if channel is not None:
-            is_over = (lambda: True) if resetting else self._is_between_episodes
-            self.maintenance.look(self.journal, self.record, channel, is_over)
-            if self._limits.is_learning:
-                self._learn()
+            seconds, journal, words = self._count_time(channel), self.position.journal, channel.segment.words
+            if journal.recording:
+                limit, longest = self.policy.journal_limit * journal.slots, self.policy.replay_limit * journal.slots
+                forks = self._forks and not words[OBSTACLE]
+                journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
+            self.maintenance.look(channel, (lambda: True) if resetting else self._is_between_episodes)
+            self.pending.learn(self.position.steps, self.position.episodes)
 
     def _maintain(self, *, resetting: bool) -> None:
         """Do what is due between two requests: replace the process."""
@@ -953,56 +1125,66 @@ class Supervisor:
         maintenance, record, slots = self.maintenance, self.record, range(self.rules.slots)
         anew = tuple(slots) if resetting or self._is_between_episodes() else tuple(sorted(maintenance.spoilt))
         why = maintenance.recycling_due or "after a reset that ended process after process"
-        ends_first = len(anew) == len(slots) or (maintenance.ends_first and self.lifecycle.can_replay(anew))
+        position = self.position
+        ends_first = len(anew) == len(slots) or (maintenance.ends_first and can_replay(position, frozenset(anew)))
         try:
             generators = self.ask_between(TellGenerators(anew), ASIDE) if anew else {}
         except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
             sometimes("a process is lost before it is replaced by plan")
             logger.warning("%s: its process is not replaced: %s", record.name, error)
-            maintenance.put_off(record.episodes, slots=len(slots))
+            maintenance.put_off()
             return
         before = self.state
         if ends_first:
             # From here on an exception leaves the worker lost: the next request brings the envs back.
             self.stand(decide(before, Interrupted(), self.rules)[0])
-            self.lifecycle.forget_loss()
+            self.healing = None
             assert self.channel is not None
             limit = self._deadlines.close
             told = self._ask_to_end(self.channel, limit, time.monotonic() + limit, keep_memory=True)
             if told:
                 logger.warning(told)
-        replacement = self.lifecycle.replace(self.number, generators)
-        self.refuse_if_closed("step", replacement.channel)
-        if replacement.channel is not None:
+        replacement = replaced(self.recoverer, position, generators)
+        process, effort, reason = replacement.channel, replacement.effort, replacement.reason
+        self.refuse_if_closed("step", process)
+        if process is not None and replacement.build is not None:
             sometimes("a process is replaced by plan")
-            self.adopt(replacement.channel)
+            if replacement.plan is None:
+                self.begin_anew(replacement.build, replacement.lasting)
+            else:
+                position.build = replacement.build
+                self.go_on_from(replacement.plan, replacement.plan.missing, effort)
+            self.adopt(process, effort.replayed)
             self.stand(before)
-            outcome: Any = "exact" if replacement.effort.is_exact else "replayed"
-            outcome = "reset" if len(anew) == len(slots) else outcome
-            record.recycling(why, outcome, replacement.reason, replacement.effort)
+            outcome: Any = "exact" if effort.is_exact else "replayed"
+            outcome = "reset" if replacement.plan is None else outcome
+            reason = position.journal.memory.reservation if outcome == "replayed" else ""
+            record.recycling(why, outcome, reason, effort)
             return
-        maintenance.put_off(record.episodes, slots=len(slots), is_built=replacement.is_built)
+        maintenance.put_off(is_built=replacement.is_built)
         sometimes("a process that has ended first is not replaced", ends_first)
         sometimes("a replacement by plan is put off", not ends_first)
         if ends_first:
-            self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {replacement.reason}"
-        record.recycling(why, "put off", replacement.reason, replacement.effort)
+            self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
+        record.recycling(why, "put off", reason, effort)
 
     def _is_between_episodes(self) -> bool:
         """Tell whether the episodes of all envs have ended, and none has begun since."""
-        if self.recoverer.build.exact:
+        position = self.position
+        if position.build.exact:
             return self.state.episode is Episode.ENDED
-        bank = self.segment.banks[self.answers.seen & 1]
-        is_over = self.answers.seen and self.recoverer.build.autoreset != "SAME_STEP"
+        bank = self.segment.banks[position.seen & 1]
+        is_over = position.seen and position.build.autoreset != "SAME_STEP"
         return bool(is_over and (bank.terminated | bank.truncated | bank.failed).all())
 
     def _note_spoilt(self, skipped: Iterable[tuple[int, str]]) -> None:
         """Note which envs are to be new ones: their resets have ended processes, whatever brought the envs back."""
-        state, bank = self.state, self.segment.banks[self.answers.seen & 1]
+        state, seen = self.state, self.position.seen
+        bank = self.segment.banks[seen & 1]
         assert state.request is not None
         guilty = {slot for slot, _ in (*state.deaths, *state.killed)}
         for slot, _ in skipped:
-            is_over = self.answers.seen and (bank.terminated[slot] or bank.truncated[slot] or bank.failed[slot])
+            is_over = seen and (bank.terminated[slot] or bank.truncated[slot] or bank.failed[slot])
             if slot in guilty and (is_over or slot in state.not_reset or state.request.kind is Kind.RESET):
                 sometimes("an env whose reset ends processes is built anew")
                 self.maintenance.spoil(slot)
@@ -1016,7 +1198,7 @@ class Supervisor:
             return self._checkpoints.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Have the envs as they were when this snapshot of them was taken."""
+        """Bring the envs back to where they were when this snapshot was taken."""
         with self.lock:
             self._refuse_if_unusable("restore")
             self._checkpoints.restore(snapshot)
@@ -1036,14 +1218,14 @@ class Supervisor:
 
     @interrupts.shielded
     def ask_between(self, message: Message, limit: float) -> Any:
-        """Have the process answer a request of ours between two of the caller's; a loss meanwhile is healed first."""
+        """Return the answer to a request of ours between two of the caller's; a loss meanwhile is healed first."""
         while True:
             if self.state.process is Process.LOST:
                 self._bring_back()
             before, channel = self.state, self.channel
             assert channel is not None
             self.pending.begin(message, b"", limit)
-            self.lifecycle.forget_loss()
+            self.healing = None
             # So that an exception in here leaves the worker lost; else it is as before.
             self.stand(decide(before, Interrupted(), self.rules)[0])
             try:
@@ -1061,30 +1243,30 @@ class Supervisor:
         while instruction is Instruction.RECOVER:
             instruction = self._do_recover(None)
         if instruction is not Instruction.NOTHING:
-            raise self.lifecycle.error(instruction, self.state) from None
+            raise self._error_to_raise(instruction) from None
 
     def is_published(self) -> bool:
         """Tell whether there is a pending request, and it lies where the process finds it or waits for a process."""
         with self.lock:
             if self.state.request is None or self.state.process is not Process.READY:
                 return self.state.request is not None
-            return bool(self.segment.words[REQUEST] == self.number + 1)
+            return bool(self.segment.words[REQUEST] == self.position.number + 1)
 
     def take_back(self) -> None:
-        """Have the pending request not made: an exception struck before all of it was sent. Again does nothing."""
+        """Undo the pending request: an exception struck before all of it was sent. Again does nothing."""
         with self.lock:
             if self.state.request is not None:
                 sometimes("a request is taken back")
                 if self.state.process is Process.READY:  # else it is lost already, and that loss is healed next
-                    self.lifecycle.forget_loss()
+                    self.healing = None
                 self._happen(Interrupted())
 
     def note_closed(self) -> None:
-        """Be closed from now on."""
+        """Note that the worker is closed: it refuses all calls from now on."""
         self._happen(Closed())
 
     def stand(self, state: State) -> None:
-        """Have a state that was left earlier."""
+        """Go back to a state that was left for a while."""
         self.state = interned(state)
 
     # --- wrong calls ------------------------------------------------------------------------------
@@ -1154,7 +1336,7 @@ class Supervisor:
 
     def _end(self, limit: float) -> None:
         """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
-        channel, state, number, told = self.channel, self.state, self.number + 1, ""
+        channel, state, number, told = self.channel, self.state, self.position.number + 1, ""
         self.note_closed()
         if channel is None or state.process is Process.NONE:
             return
@@ -1185,9 +1367,9 @@ class Supervisor:
         return cut_short(channel.envs, limit) if is_cut else ""
 
     def abandon(self) -> Channel | None:
-        """Let go without waiting; return the channel to the process, if there is one, for ``let_go()``."""
+        """Release all without waiting; return the channel to the process, if there is one, for ``let_go()``."""
         self._closed = True
-        channel, self.lifecycle.channel = self.channel, None
+        channel, self.channel = self.channel, None
         self._release()
         return channel
 
@@ -1196,14 +1378,14 @@ class Supervisor:
             self._release()
 
     def _release(self) -> None:
-        """Let go of the process, of snapshots, and of what keeps memory mapped."""
+        """Release the process, snapshots, and what keeps memory mapped."""
         self.note_closed()
         interrupts.users.discard(self)
         interrupts.put_back()
         self._checkpoints.free_all()
         self.record.reports.drop()
         channel, self.seeds = self.channel, None
-        self.lifecycle.channel = self.last_answer = self.segment = self.buffers = None
+        self.channel = self.last_answer = self.segment = self.buffers = None
         with SystemErrors():
             if channel is not None:
                 channel.release()
@@ -1220,7 +1402,7 @@ class Supervisor:
             rss=memory_of(channel) if alive and channel is not None else None,
             restarts=self.recoverer.restarts,
             step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
-            journal_bytes=len(self.journal),
+            journal_bytes=len(self.position.journal),
             snapshots=self.maintenance.snapshots(channel),
         )
 

@@ -1,7 +1,7 @@
 """Write a report of each loss: ``NAME.json`` to read, and ``NAME.pickle`` to run it again.
 
 The document says what happened, what was asked, what became of it, and how the envs were built. The pickle is a
-:class:`Report`. One larger than ``store.REPORT_BYTES`` keeps the end of its journal, and cannot be replayed.
+:class:`Report`; one larger than ``store.REPORT_BYTES`` is not written, and the document says so.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ FORMAT = "multienv-report"
 VERSION = 7
 # Bytes of pickled functions that a report has room for.
 _MOST_ENV_FNS = store.REPORT_BYTES // 2
-# Bytes for the document, about.
-_OVERHEAD = 2**19
 _NO_JOURNAL = (
     "its journal has outgrown the RestartPolicy's journal_limit or replay_limit, and begins where no replay can begin; "
     "or too many workers were lost at once for their journals to be kept"
@@ -134,7 +132,7 @@ class CrashReports:
         self.path, self._case = "", None
 
     def close(self, recovery: Recovery) -> None:
-        """Have the report written: at once if an error or a truncation names it, else soon, by another thread."""
+        """Give the report to be written: at once if an error or a truncation names it, else soon, by another thread."""
         self.last, case, self.path, self._case = self.path, self._case, "", None
         if case is None:
             return
@@ -159,13 +157,8 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
     if report.replay is None and case.pending:
         data, obstacle = b"", _NO_JOURNAL
     elif len(data) > store.REPORT_BYTES:
-        entries, whole = report.replay.entries if report.replay else b"", len(steps)
-        room = max(0, store.REPORT_BYTES - _OVERHEAD - (len(data) - len(entries)))
-        report = replace(report, replay=Replay(_end_of(entries, report.end, room)))
-        data, steps = cloudpickle.dumps(report), report.steps()
-        data = data if len(data) <= store.REPORT_BYTES else b""  # the pending request alone may take more
-        most = store.REPORT_BYTES >> 20
-        obstacle = f"a report takes {most} MiB at most, and has only the last {len(steps)} of {whole} requests"
+        size, most = len(data) >> 20, store.REPORT_BYTES >> 20
+        data, obstacle = b"", f"a report takes {most} MiB at most, and the record of its {len(steps)} requests {size}"
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -199,16 +192,6 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
         "journal": {"requests": len(steps), "steps": sum(steps)},
         "made_with": _versions(),
     }, data
-
-
-def _end_of(entries: bytes, end: int, room: int) -> bytes:
-    """Return the last journal entries, as many as fit ``room`` bytes; ``end``: where one ends in its bank."""
-    place = 0
-    for entry in split_entries(entries, end):
-        if len(entries) - place <= room:
-            break
-        place += len(entry.packed())
-    return entries[place:]
 
 
 def _request(case: Case) -> dict[str, Any]:

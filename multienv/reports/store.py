@@ -30,7 +30,7 @@ DELAY = 0.02
 PATIENCE = 5.0
 # Journals that wait to be written take no more memory than this.
 WAITING_BYTES = 64 * 2**20
-_NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|pickle|npz|part)")
+_NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|pickle|part)")
 
 Compose = Callable[[], tuple[Any, bytes]]
 
@@ -179,7 +179,7 @@ def is_full(size: int) -> bool:
 
 
 def submit(path: Path, compose: Compose, size: int, *, wait: bool) -> None:
-    """Have a report written: now, waiting for it, or soon."""
+    """Give a report to be written: now, waiting for it, or soon."""
     writing = Writing(path, compose, size, 0.0 if wait else DELAY)
     try:
         writing.start()

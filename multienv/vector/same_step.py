@@ -46,10 +46,10 @@ class ResetAtOnce:
         self, supervisor: Supervisor, ended: _Ending | None, reply: RowsReply, request: Any
     ) -> tuple[_Ending, str, Any] | None:
         """Return what to keep of a reply that ended an episode, and the request that follows it."""
-        if ended is not None and ended.number != supervisor.number:
+        if ended is not None and ended.number != supervisor.position.number:
             # A reset that ended process after process: the next one has an env without the past that made it fail.
             is_lost = reply.truncated[0] and not ended.is_last
-            again = ended._replace(number=supervisor.number, is_last=True)
+            again = ended._replace(number=supervisor.position.number, is_last=True)
             return (again, "step", request) if is_lost else None
         if not (reply.terminated[0] or reply.truncated[0]):
             return None
@@ -57,7 +57,7 @@ class ResetAtOnce:
         flags = bool(reply.terminated[0]), bool(reply.truncated[0])
         kept = RowsReply([], reply.rewards.copy(), reply.terminated.copy(), reply.truncated.copy(), errors=reply.errors)
         returned = observation, float(reply.rewards[0]), *flags, _info_of(reply)
-        return _Ending(supervisor.number, returned, kept), "step", request
+        return _Ending(supervisor.position.number, returned, kept), "step", request
 
     def joined(self, place: int, ended: _Ending | None, reply: RowsReply) -> RowsReply:
         """Return the outcome of a step, as a worker gives it that resets in the same step."""
@@ -80,7 +80,7 @@ class ResetAtOnce:
         )
 
     def failed(self, place: int, ended: _Ending | None, error: MultienvError) -> None:
-        """Have the error tell what the step had returned before the reset failed."""
+        """Put into the error what the step had returned before the reset failed."""
         if ended is not None:
             error.returned = ended.returned  # type: ignore[attr-defined]
 

@@ -86,7 +86,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         super().__init__(self.env_fns, sizes, workers, spread if bind_cores else None, **options)
 
     def __del__(self) -> None:
-        """Let go of the processes, which close their envs and end by themselves, if close() was not called."""
+        """Release the processes, which close their envs and end by themselves, if close() was not called."""
         if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
             abandon_all(self.__dict__.get("_workers", ()))
 

@@ -18,7 +18,6 @@ import numpy as np
 from gymnasium import spaces
 
 from multienv.errors import ActionError
-from multienv.native import native
 from multienv.wire.banks import HEAD, STEP, STEPPED, U32
 from multienv.wire.messages import dumps, foreign
 
@@ -46,7 +45,7 @@ def _step_head(tag: int) -> int:
     return STEP | tag << 8 | STEPPED << 16
 
 
-_INT_STEP, _INT64_STEP = _step_head(INT), _step_head(INT64)
+INT_STEP, INT64_STEP = _step_head(INT), _step_head(INT64)
 
 
 def number_of(space: Any) -> int:
@@ -96,14 +95,11 @@ def _integer_encoder(check: Callable[[Any], str], segment: Segment) -> Encode:
         if kind is int64 or (kind is int and least <= action <= most):
             side = number & 1
             head = heads[side]
-            head[0], head[1] = _INT_STEP if kind is int else _INT64_STEP, number & U32
+            head[0], head[1] = INT_STEP if kind is int else INT64_STEP, number & U32
             places[side][0] = action
         else:
             _encode_any(check, segment, number, action)
 
-    if native is not None:
-        records = [bank.view for bank in segment.banks]
-        return native.Integers(encode, records, int64, _INT_STEP, _INT64_STEP)  # type: ignore[no-any-return]
     return encode
 
 

@@ -17,10 +17,9 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
-from multienv.native import native
 from multienv.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
 from multienv.wire.banks import IRREGULAR, IRREGULAR_AT, LENGTH, BankLayout
-from multienv.wire.infos import NO_COLUMNS, Extras, NumberInfos, described, numbers_in
+from multienv.wire.infos import Extras, numbers_in
 from multienv.wire.layout import layout_of
 from multienv.wire.messages import Description
 from multienv.wire.rows import Array, has_rows, leaf_arrays, nested, row_bytes, row_of
@@ -110,6 +109,13 @@ def payload_of(segment: Segment, number: int) -> ReplyPayload:
     return ReplyPayload(payload[LENGTH.size : middle], payload[middle:end], payload[end:])
 
 
+def verbatim_of(irregular: bytes) -> tuple[Any, Any, bool, bool]:
+    """Return observation, reward and flags of a single env that do not fit the bank."""
+    (packed,) = pickle.loads(irregular)
+    told: tuple[Any, Any, bool, bool] = pickle.loads(packed)
+    return told
+
+
 class ExactCodec:
     """Reads the replies of one env exactly as it gave them.
 
@@ -138,15 +144,11 @@ class ExactCodec:
 
     def reader(self, segment: Segment) -> Callable[[int], Transition | None]:
         """Return the function that reads the reply to a plain step or reset; ``None`` if its info is pickled."""
-        space, words = self.space, segment.words
-        sides: list[tuple[Any, ...]] = []
-        for side, bank in enumerate(segment.banks):
-            if type(space) is spaces.Box and self._observations is not None:
-                look: Callable[[], Any] = np.ndarray(space.shape, space.dtype, bank.view, bank.layout.leaves[0]).copy
-            else:
-                look = partial(self.observation, segment, side, b"")
-            flags = bank.terminated.data, bank.truncated.data
-            sides.append((look, bank.view, bank.rewards.data, *flags, REPLY_PAYLOAD + side))
+        words, banks = segment.words, segment.banks
+        sides: list[tuple[Any, ...]] = [
+            (look, bank.view, bank.rewards.data, bank.terminated.data, bank.truncated.data, REPLY_PAYLOAD + side)
+            for side, (look, bank) in enumerate(zip(self.shown(segment), banks, strict=True))
+        ]
 
         def read(number: int) -> Transition | None:
             look, view, rewards, terminated, truncated, payload = sides[number & 1]
@@ -162,18 +164,20 @@ class ExactCodec:
                 return look(), reward, terminated[0], truncated[0], info
             return look(), reward, False, False, info
 
-        if native is not None:
-            looks, views = [one[0] for one in sides], [bank.view for bank in segment.banks]
-            places = segment.reply_places
-            return native.Reader(  # type: ignore[no-any-return]
-                read, looks, views, self.layout.rewards, words, places, described
-            )
         return read
+
+    def shown(self, segment: Segment) -> list[Callable[[], Any]]:
+        """Return for each bank what returns a copy of the observation that lies there."""
+        space = self.space
+        if type(space) is spaces.Box and self._observations is not None:
+            start = self.layout.leaves[0]
+            return [np.ndarray(space.shape, space.dtype, bank.view, start).copy for bank in segment.banks]
+        return [partial(self.observation, segment, side, b"") for side in (0, 1)]
 
     def observation(self, segment: Segment, number: int, irregular: bytes) -> Any:
         """Return the observation in the reply to ``number``, whose irregular part is given where it is irregular."""
         if irregular:
-            return pickle.loads(irregular)[0]
+            return verbatim_of(irregular)[0]
         if self._observations is None:
             return None
         bank = segment.banks[number & 1]
@@ -183,8 +187,7 @@ class ExactCodec:
         """Return observation, reward, terminated and truncated of any reply."""
         bank = segment.banks[number & 1]
         if bank.view[3] & IRREGULAR:
-            observation, reward, terminated, truncated = pickle.loads(irregular)
-            return observation, reward, terminated, truncated
+            return verbatim_of(irregular)
         reward = _reward_of(bank.view[4], bank.rewards[0].item())
         return (
             self.observation(segment, number, b""),
@@ -224,7 +227,7 @@ class RowsCodec:
 
         What it returns is whole as long as the bank is.
         """
-        replies, words = [self.rows(segment, side) for side in (0, 1)], segment.words
+        replies, words = self.shown(segment), segment.words
 
         def read(number: int) -> RowsReply | None:
             reply = replies[number & 1]
@@ -233,13 +236,11 @@ class RowsCodec:
             numbers = numbers_in(segment.read_reply_payload(number))
             return None if numbers is None else reply.with_extras(Extras(numbers))
 
-        if native is not None:
-            infos = [NumberInfos(NO_COLUMNS, b"") for _ in replies]
-            full = [reply.with_extras(Extras(one)) for reply, one in zip(replies, infos, strict=True)]
-            return native.RowsReader(  # type: ignore[no-any-return]
-                read, replies, full, infos, words, segment.reply_places, numbers_in
-            )
         return read
+
+    def shown(self, segment: Segment) -> list[RowsReply]:
+        """Return for each bank its arrays."""
+        return [self.rows(segment, side) for side in (0, 1)]
 
     def rows(self, segment: Segment, number: int) -> RowsReply:
         """Return the arrays of the bank that holds the reply to ``number``."""

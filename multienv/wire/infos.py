@@ -219,13 +219,14 @@ def unpack_extras(payload: bytes, start: int = 0) -> tuple[Extras, dict[int, Exc
     return Extras(infos, failures, None, generators, spaces), illegible
 
 
-def described(payload: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes, bytes] | None:
-    """Return what `InfoPacker.columns` says of the infos in a payload; ``None`` unless they are numbers."""
+def described(payload: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes, bytes, Columns] | None:
+    """Return what `InfoPacker.columns` says of the infos in a payload, and columns; ``None``: they are no numbers."""
     if payload[0] != _NUMBERS:
         return None
     infos = NumberInfos.of(payload)
     head = payload[: len(payload) - len(infos.rows)]
-    return infos.columns.keys, infos.columns.types, _format_of_each(infos.columns.types), head
+    columns = infos.columns
+    return columns.keys, columns.types, _format_of_each(columns.types), head, columns
 
 
 def numbers_in(payload: bytes) -> NumberInfos | None:

@@ -287,12 +287,12 @@ class Rollout:
     Attributes:
         policy: Pickled by cloudpickle.
         steps: How many.
-        standing: What the caller saw last, which the first actions are chosen for: see ``recovery.answers``.
+        shown: What the caller saw last, which the first actions are chosen for: see ``recovery.position``.
     """
 
     policy: bytes
     steps: int
-    standing: Mapping[str, Any] = field(default_factory=dict)
+    shown: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,6 @@ import errno
 import fcntl
 import mmap
 import os
-import platform
 import resource
 import sys
 import tempfile
@@ -31,12 +30,6 @@ from multienv.wire.mapping import shared_memory_of
 
 if TYPE_CHECKING:
     from multienv.wire.banks import BankLayout
-
-# On these processors, and with native control words on any, a process that sees a store of another one also sees all
-# stores before it. Else the number in a word may show before the rows that it announces. There both sides send the
-# number over the line as well, and believe the word once the number has come: the kernel's socket orders the stores
-# before it.
-ORDERED_STORES = native is not None or platform.machine() in ("x86_64", "AMD64")
 
 # What the kernel's list of mappings calls the segment.
 SHARED_NAME = "multienv"
@@ -59,7 +52,6 @@ RESTARTS = 52  # processes that were started in place of lost ones, up to this o
 BANK_SIZE = 53  # bytes of one bank; 0: not laid out yet (both, the same)
 PAYLOADS = 48  # where longer payload begins (trainer)
 PAYLOAD_SIZE = 49  # the most bytes of it; there are four places (trainer)
-NUMBERED = 54  # 1: a word counts only once the line has brought its number; no side looks or sleeps (trainer)
 PID = 56  # the process that serves this segment (worker)
 SNAPSHOTS = 57  # forked snapshots it has taken (worker)
 OBSTACLE = 58  # index into snapshots.OBSTACLES: why it takes none (worker)
@@ -260,11 +252,6 @@ def _too_large(size: int, limit: int) -> SystemLimitError:
         f"{size} bytes do not fit into the memory that a worker shares with the trainer: it counts as a file, and the "
         f"size of files is limited here. Raise the limit to {limit} bytes at least (ulimit -f unlimited).",
     )
-
-
-def wake_bytes(number: int) -> bytes:
-    """Return what goes over the line with the request, or the reply, of this number."""
-    return number.to_bytes(8, "little", signed=True)
 
 
 def anonymous_file(kind: str = SHARED_NAME) -> int:

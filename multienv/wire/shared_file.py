@@ -41,7 +41,7 @@ class SharedFile:
         self._is_sealed = False
 
     def seal(self) -> None:
-        """Have nothing change the file any more, no worker and not the trainer."""
+        """Seal the file: nobody can change it any more, no worker and not the trainer."""
         if not self._is_sealed:
             self._is_sealed = True
             seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL

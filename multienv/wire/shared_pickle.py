@@ -103,7 +103,7 @@ class SharedPickle:
         return load(self.data, parts) if self.data else load(parts[0], parts[1:])
 
     def close(self) -> None:
-        """Let go of the file, which is closed with its last user. Again does nothing."""
+        """Release the file, which is closed with its last user. Again does nothing."""
         with _lock:
             file, self._file = self._file, None
             if file is not None:

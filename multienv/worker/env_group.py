@@ -1,6 +1,6 @@
 """The envs of one worker: built, reset, called one after the other; the one being called is marked by its slot.
 
-How steps are answered is not here: see ``exact`` for one env whose values travel as they are, ``rows`` for a batch.
+How steps are answered is not here: see ``stepper``.
 """
 
 from __future__ import annotations

@@ -57,12 +57,11 @@ from multienv.wire.messages import (
 from multienv.wire.segment import BUSY, REPLAYING, SLOT, Segment
 from multienv.worker import seeding
 from multienv.worker.env_group import EnvGroup
-from multienv.worker.exact import ExactStepper, Handle
 from multienv.worker.failures import failure_of, pickled
 from multienv.worker.registrations import built
 from multienv.worker.replies import answer, answer_failure
 from multienv.worker.rollouts import RolloutRunner
-from multienv.worker.rows import RowsStepper
+from multienv.worker.stepper import Handle, Stepper
 
 
 class Host:
@@ -100,7 +99,7 @@ class Host:
         self._on_keep = on_keep
         self._env_fns, self._load = env_fns, load
         self._group: EnvGroup | None = None
-        self._stepper: ExactStepper | RowsStepper | None = None
+        self._stepper: Stepper | None = None
         self._runner: RolloutRunner | None = None  # made when it is first needed
         self._rolled: tuple[int, float] | None = None
 
@@ -150,9 +149,8 @@ class Host:
         self.handle = self._stepper.compile(self._handle)
         self._runner = None
 
-    def _make_stepper(self, segment: Segment) -> ExactStepper | RowsStepper:
-        group = self._envs()
-        return ExactStepper(group, segment) if group.exact else RowsStepper(group, segment)
+    def _make_stepper(self, segment: Segment) -> Stepper:
+        return Stepper(self._envs(), segment)
 
     def _envs(self) -> EnvGroup:
         if self._group is None:

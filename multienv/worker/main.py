@@ -30,7 +30,6 @@ from multienv.wire.banks import STEP
 from multienv.wire.messages import Attributes, Build
 from multienv.wire.segment import (
     LOOKS,
-    NUMBERED,
     OTHER_SECONDS,
     PID,
     REPLY,
@@ -40,7 +39,6 @@ from multienv.wire.segment import (
     TRAINER_SLEEPS,
     WORKER_SLEEPS,
     Segment,
-    wake_bytes,
 )
 from multienv.wire.shared_pickle import SharedPickle
 from multienv.worker.affinity import Affinity
@@ -50,9 +48,6 @@ from multienv.worker.snapshots import Snapshots, Woken
 
 # Sent to a worker that hangs: faulthandler then writes the stacks of all threads, also while C code runs.
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
-# The same for a process that looks on: `multienv top` reads the stacks where nothing else writes, behind the segment's
-# memory, so the trainer's monitor does not take them for those of a crash.
-LOOK_SIGNAL = getattr(signal, "SIGRTMAX", None)
 # The exit code of a worker whose own loop failed, which is a defect of multienv.
 LOOP_FAILED = 70
 
@@ -134,7 +129,7 @@ def _live(ends: Ends, make_host: MakeHost) -> None:
                 host.move(segment)
                 snapshots.go_on(segment, ends)
                 segment.words[REPLY] = number  # tells the trainer that it is up
-                _wake_trainer(segment, ends.wake_socket, number)
+                _wake(ends.wake_socket)
             affinity = Affinity.of_this_process(segment.words)
             _serve(ends.wake_socket, host, segment, snapshots, forks, affinity)
             break
@@ -153,20 +148,16 @@ def _serve(
     # trainer may go on with a lower number.
     last = 0
     words, times, clock = segment.words, segment.times, time.perf_counter
-    is_numbered = words[NUMBERED]
-    sleeps = NUMBERED if is_numbered else TRAINER_SLEEPS
     unseen = 0
-    wake = partial(_wake_trainer, segment, wake_socket)
+    wake = partial(_wake, wake_socket)
     try:
         while True:
-            looks = not (is_numbered or affinity.is_crowded or not words[LOOKS])
-            if native is not None and not is_numbered:
+            looks = not affinity.is_crowded and bool(words[LOOKS])
+            if native is not None:
                 last = native.serve(words, host.handle, last, unseen, LOOKING if looks else 0.0, forks, wake)
                 if forks.is_astray:
                     os._exit(0)
-            if (words[REQUEST] == last or is_numbered) and (
-                host.closing or not _await_request(wake_socket, words, last, looks=looks)
-            ):
+            if words[REQUEST] == last and (host.closing or not _await_request(wake_socket, words, last, looks=looks)):
                 return
             number = words[REQUEST]
             is_timed = not number & unseen and segment.banks[number & 1].view[0] == STEP
@@ -176,8 +167,8 @@ def _serve(
             if forks.is_astray:
                 os._exit(0)
             words[REPLY] = last = number
-            if words[sleeps]:
-                wake(number)
+            if words[TRAINER_SLEEPS]:
+                wake()
             if rolled is not None:  # many steps: the number of the last one
                 number, seconds = rolled
             elif not is_timed:
@@ -196,8 +187,6 @@ def _await_request(wake_socket: socket.socket, words: Any, last: int, *, looks: 
     """Look for another request than ``last``, then sleep until there is one; false when the wake socket has ended."""
     if looks and _differs(words, last):
         return True
-    if words[NUMBERED]:
-        return _await_number(wake_socket, words, last)
     poller = select.poll()
     poller.register(wake_socket, select.POLLIN)
     patience: int | None = FIRST_SLEEP
@@ -228,20 +217,6 @@ def _differs(words: Any, last: int) -> bool:
     return True
 
 
-def _await_number(wake_socket: socket.socket, words: Any, last: int) -> bool:
-    """Sleep until the wake socket has brought the number of another request than ``last``; false when it has ended."""
-    poller = select.poll()
-    poller.register(wake_socket, select.POLLIN)
-    while True:
-        poller.poll()
-        heard = _heard(wake_socket)
-        number = words[REQUEST]  # after what was heard
-        if heard == b"":
-            return bool(number != last)
-        if heard and number != last and wake_bytes(number) in heard:
-            return True
-
-
 def _heard(wake_socket: socket.socket) -> bytes | None:
     """Read wake bytes; ``b""``: the trainer has closed its end; ``None``: there are none."""
     try:
@@ -252,11 +227,10 @@ def _heard(wake_socket: socket.socket) -> bytes | None:
         return b""
 
 
-def _wake_trainer(segment: Segment, wake_socket: socket.socket, number: int) -> None:
-    """Send the trainer the number of the reply, if it sleeps."""
-    if segment.words[TRAINER_SLEEPS] or segment.words[NUMBERED]:
-        with contextlib.suppress(OSError):  # full of bytes, which wake it as well; or it is gone, which is seen next
-            wake_socket.send(wake_bytes(number), _NO_SIGNAL | socket.MSG_DONTWAIT)
+def _wake(wake_socket: socket.socket) -> None:
+    """Wake the trainer."""
+    with contextlib.suppress(OSError):  # full of bytes, which wake it as well; or it is gone, which is seen next
+        wake_socket.send(b"s", _NO_SIGNAL | socket.MSG_DONTWAIT)
 
 
 class Forks:
@@ -306,12 +280,10 @@ def _take_signals() -> None:
 
 
 def _take_up(ends: Ends) -> Segment:
-    """Have stacks written where the monitor reads them, and map the segment."""
+    """Open the file where stacks are written for the monitor, and map the segment."""
     faulthandler.enable(ends.stack, all_threads=True)
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True, chain=False)
-    if LOOK_SIGNAL is not None:
-        faulthandler.register(LOOK_SIGNAL, file=ends.memory, all_threads=True, chain=False)
     segment = Segment(ends.memory)
     segment.words[PID] = os.getpid()
     return segment
@@ -383,7 +355,7 @@ def _take(attributes: Attributes) -> None:
 
 
 def set_title(title: str) -> None:
-    """Have ``ps`` show ``title``: as the name, of which the kernel keeps 15 characters, and as the command line."""
+    """Show ``title`` in ``ps``: as the name, of which the kernel keeps 15 characters, and as the command line."""
     if _libc is None or not title:
         return
     data = title.encode()

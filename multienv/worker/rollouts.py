@@ -85,7 +85,7 @@ class RolloutRunner:
         words, result = self._segment.words, RolloutResult(bytearray(), {})
         told: list[tuple[Any, dict[str, Array]]] = []  # what the policy returned for each step
         idle, first, self._seconds = np.where(skipped == NOT_RESET, skipped, 0), number, 0.0
-        self._stand(message.standing)
+        self._show_first(message.shown)
         policy: Any = None
         missing: Array | None = skipped if skipped.any() else None
         while len(told) < message.steps:
@@ -193,11 +193,11 @@ class RolloutRunner:
 
     # --- what the caller sees ---------------------------------------------------------------------
 
-    def _stand(self, standing: Mapping[str, Any]) -> None:
-        """Have what the caller saw last in its bank."""
-        bank = self._aside.banks[standing["seen"] & 1]
-        bank.view[bank.layout.rewards :] = standing["bank"]
-        self._irregular, self._loose = standing.get("irregular", b""), standing.get("loose", [])
+    def _show_first(self, shown: Mapping[str, Any]) -> None:
+        """Put what the caller saw last into its bank."""
+        bank = self._aside.banks[shown["seen"] & 1]
+        bank.view[bank.layout.rewards :] = shown["bank"]
+        self._irregular = self._loose = shown["loose"]  # of a single env; of several
 
     def _show(self, number: int, missing: Array | None) -> None:
         """Write into the bank of a request, where it shows nothing, what was shown last once more."""

@@ -134,7 +134,7 @@ def restore(env: Env, data: bytes, *, of_process: bool = True) -> None:
 
 
 def renew(env: Env) -> None:
-    """Have an env draw otherwise than when it was built: what it has drawn since is not known."""
+    """Give an env other draws than when it was built: what it has drawn since is not known."""
     inner = env.unwrapped
     inner._np_random, inner._np_random_seed = np_random()
 
@@ -198,7 +198,7 @@ def _is_emulator(value: Any) -> bool:
 
 
 def _put_back(holder: Any, name: str, generator: Any) -> None:
-    """Have the holder draw what ``generator`` would; in place, because it may hold its own under several names."""
+    """Put the holder where ``generator`` stands; in place, because it may hold its own under several names."""
     own: Any = getattr(holder, name, None)
     if _is_emulator(own):
         own.restoreState(generator)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
+from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from kit import CounterEnv
+from kit import CounterEnv, Fault, FaultyEnv
 
 
 class MaskedEnv(CounterEnv):
@@ -76,15 +76,5 @@ class ShapesEnv(gymnasium.Env[Any, Any]):
         return self.observation_space.sample(), 1.0, bool(self.np_random.random() < 0.2), False, {}
 
 
-class OneEpisodeEnv(CounterEnv):
-    """Ends its process at its second reset."""
-
-    def __init__(self) -> None:
-        super().__init__(horizon=5, count_episodes=False)
-        self.resets = 0
-
-    def reset(self, **options: Any) -> Any:
-        self.resets += 1
-        if self.resets == 2:
-            os._exit(3)
-        return super().reset(**options)
+# Ends its process at its second reset.
+one_episode_env = partial(FaultyEnv, fault=Fault("exit", "reset", at=2), horizon=5, count_episodes=False)

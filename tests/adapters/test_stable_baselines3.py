@@ -14,7 +14,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
-from sb3_envs import GoalEnv, MaskedEnv, NamedDict, OneEpisodeEnv, ShapesEnv
+from sb3_envs import GoalEnv, MaskedEnv, NamedDict, ShapesEnv, one_episode_env
 from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -340,7 +340,7 @@ def test_a_new_process_for_each_episode() -> None:
     """For simulators that cannot reset: bit for bit what one process for all episodes gives."""
     twin = DummyVecEnv([partial(CounterEnv, horizon=5, count_episodes=False)] * 2)
     policy = RestartPolicy(recycle_after_episodes=1)
-    with made([OneEpisodeEnv] * 2, envs_per_worker=1, restart=policy) as envs:
+    with made([one_episode_env] * 2, envs_per_worker=1, restart=policy) as envs:
         for vec in (envs, twin):
             vec.seed(3)
         assert np.array_equal(envs.reset(), twin.reset())
@@ -356,7 +356,7 @@ def test_a_new_process_for_each_episode() -> None:
 
 
 def test_a_reset_that_ends_its_process_costs_one_step() -> None:
-    with made([OneEpisodeEnv, partial(CounterEnv, horizon=5, count_episodes=False)]) as envs:
+    with made([one_episode_env, partial(CounterEnv, horizon=5, count_episodes=False)]) as envs:
         envs.reset()
         lost = [step for step in range(30) if envs.step(np.array([1, 1]))[3][0].get("multienv", {}).get("reason")]
         assert len(lost) >= 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,20 +14,13 @@ from cli_command import ODD_ENVS
 from typer.testing import CliRunner, Result
 
 import multienv
-from kit import CounterEnv
+from kit import CounterEnv, NondeterministicEnv
 from multienv.cli import app
-
-
-class PidEnv(CounterEnv):
-    """Shows its process: another one in the worker."""
-
-    def _next_draw(self) -> float:
-        return float(os.getpid())
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    made: dict[str, Any] = {"Counter-v0": CounterEnv, "Pid-v0": PidEnv}
+    made: dict[str, Any] = {"Counter-v0": CounterEnv, "Chance-v0": NondeterministicEnv}
     for name, entry_point in made.items():
         gymnasium.register(name, entry_point=entry_point)
     yield
@@ -63,9 +55,9 @@ def test_an_env_that_cannot_be_made() -> None:
 
 
 def test_an_env_that_is_not_deterministic_is_found_out_before_recovery_is_blamed() -> None:
-    result = chaos("Pid-v0", "--kills", "20", "--envs", "1")
+    result = chaos("Chance-v0", "--kills", "20", "--envs", "1")
     assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("Pid-v0 is not deterministic: without any kill, ")
+    assert result.stderr.startswith("Chance-v0 is not deterministic: without any kill, ")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
 

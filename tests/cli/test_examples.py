@@ -48,6 +48,10 @@ def test_the_picture_of_a_killed_worker_is_what_its_script_draws(tmp_path):
     assert drawn == old
 
 
+def test_the_vector_env_that_the_first_chapter_for_contributors_shows(tmp_path):
+    assert re.fullmatch(r"[\d,]+ steps\n", run(tmp_path, str(ROOT / "benchmarks/bare.py")))
+
+
 @pytest.mark.parametrize(
     "face",
     [pytest.param((), id="one env in each worker"), pytest.param(("--vector",), id="several", marks=pytest.mark.ci)],

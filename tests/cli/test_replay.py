@@ -28,13 +28,14 @@ from gymnasium.spaces import Box, Dict, Discrete, Sequence, Text, Tuple
 from typer.testing import CliRunner, Result
 
 import multienv
-from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv
+from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, kill_worker
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.cli import app
 from multienv.errors import UsageError, WorkerLostError
 from multienv.reports.read import load
 from multienv.reports.store import settle
 
+pytestmark = pytest.mark.usefixtures("monitor_stays")
 PATH = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(multienv.__file__).parents[1])])
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
 
@@ -74,7 +75,7 @@ def killed(env_fn: Any, steps: int, reports: Path, *, seed: int = 3, **options: 
         env.reset(seed=seed)
         for number in range(steps):
             if number == steps - 1:
-                os.kill(env.statistics().pid, signal.SIGKILL)
+                kill_worker(env)
             _, _, terminated, truncated, _ = env.step(env.action_space.sample())
             if terminated or truncated:
                 env.reset()
@@ -83,14 +84,6 @@ def killed(env_fn: Any, steps: int, reports: Path, *, seed: int = 3, **options: 
         assert recovery.outcome in ("exact", "replayed")
     settle()
     return Path(recovery.report)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def monitor_stays() -> Iterator[None]:
-    """Keep a worker, and with it the monitor, which would end and be launched again between many of these tests."""
-    with SubprocessEnv(CounterEnv) as env:
-        env.initialize()
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -163,15 +156,16 @@ def test_a_report_is_replayed_in_the_world_that_its_trainer_saw(tmp_path: Path, 
     (tmp_path / "horizon").write_text("7")
     (tmp_path / "trainer.py").write_text(
         """if True:
-        import os, pathlib, signal, sys
+        import os, pathlib, sys
         import gymnasium, helper
+        from kit import kill_worker
         from multienv import SubprocessEnv
         gymnasium.register("Mine-v0", entry_point=lambda **kw: helper.Env(**kw))
         def make():
             return gymnasium.make(sys.argv[1], horizon=int(pathlib.Path(os.environ["HORIZON"]).read_text()))
         with SubprocessEnv(make, worker_env={"HORIZON": "horizon"}) as env:
             env.reset(seed=0)
-            os.kill(env.statistics().pid, signal.SIGKILL)
+            kill_worker(env)
             env.step(0)
         """
     )
@@ -203,7 +197,7 @@ def test_actions_options_and_observations_without_a_layout_are_replayed(reports:
         env.action_space.seed(3)
         for _ in range(5):
             env.step(env.action_space.sample())
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         env.step(env.action_space.sample())
     settle()
     result = replay("latest")
@@ -215,7 +209,7 @@ def test_a_journal_that_no_replay_can_begin_in_is_said_to_be_so(reports: Path, r
     policy = RestartPolicy(on_crash="truncate", journal_limit=0, snapshots=False)
     with SubprocessEnv(CounterEnv, restart=policy) as env:
         env.reset(seed=0)
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         *_, info = env.step(0)
     path = info["multienv"]["report"]
     result = replay(path)
@@ -427,7 +421,7 @@ def test_a_batch_is_replayed_past_a_truncation(replay: Replay) -> None:
         assert truncations.tolist() == [False, True, False]
         for _ in range(5):
             envs.step(np.array([1, 2, 1]))
-        os.kill(envs.statistics()[0].pid, signal.SIGKILL)
+        kill_worker(envs)
         envs.step(np.array([2, 2, 2]))
     settle()
     result = replay("latest")

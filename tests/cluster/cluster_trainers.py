@@ -11,7 +11,6 @@ from pathlib import Path
 from cluster_envs import CountingEnv
 
 from multienv import RayOptions, RayVectorEnv
-from multienv.cluster import courier
 
 
 def hang_on_a_local_ray() -> None:
@@ -28,27 +27,14 @@ def hang_on_a_local_ray() -> None:
     time.sleep(1000)
 
 
-def lost_replies(log: str) -> None:
+def lost_replies() -> None:
     """Take 100 steps, while Ray throws some replies away; tell what was seen."""
-    lost = 0
-
-    def count(error: object) -> None:
-        nonlocal lost
-        lost += 1
-
-    class Counted(courier.UnansweredError):
-        def __init__(self, text: str) -> None:
-            super().__init__(text)
-            count(text)
-
-    from multienv.cluster import cluster
-
-    cluster.UnansweredError = Counted
-    with RayVectorEnv([partial(CountingEnv, log)], ray=RayOptions(hosts=1, cpus_per_host=1)) as envs:
+    with RayVectorEnv([CountingEnv], ray=RayOptions(hosts=1, cpus_per_host=1)) as envs:
         envs.reset(seed=1)
         observations = [int(envs.step([0])[0][0, 0]) for _ in range(100)]
-        losses = envs.statistics()[0].losses
-    print("told", json.dumps({"lost": lost, "observations": observations, "losses": losses}))
+        (statistics,) = envs.statistics()
+    told = {"losses": statistics.losses, "exact": statistics.exact_recoveries, "observations": observations}
+    print("told", json.dumps(told))
 
 
 def lost_head() -> None:

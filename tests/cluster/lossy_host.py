@@ -1,8 +1,8 @@
-"""Hosts in this process, real but for Ray: a real relay with real workers, and calls that get lost, late or doubled.
+"""Hosts in this process, real but for Ray: a real relay with real workers, and calls that fail, come late or are lost.
 
 The real faces, fleet, couriers and channels run over them: only ``Cluster``, which is all that is asked of Ray, is
 replaced. What becomes of each call is said by a *schedule*: a function of the host's index, the number of the call
-(from 1) and what it brings, that names one of `FAULTS`, or ``""``.
+(from 1) and the frames that it brings, that names one of `FAULTS`, or ``""``.
 """
 
 from __future__ import annotations
@@ -18,33 +18,30 @@ from typing import Any
 
 from multienv.cluster import frames
 from multienv.cluster.cluster import Node
-from multienv.cluster.courier import UnansweredError
-from multienv.cluster.frames import Sent
+from multienv.cluster.frames import Frame
 from multienv.cluster.options import RayOptions
 from multienv.cluster.relay import Relay
 from multienv.processes.launcher import Launch
 from multienv.wire.messages import KeepSnapshot
 
 FAULTS = {
-    "lost": "not executed; the caller is told that nobody knows",
+    "lost": "not executed; the caller is told that the call has failed",
     "swallowed": "not executed; the caller never hears of it",
-    "unanswered": "executed; the caller is told that nobody knows",
-    "silent": "executed; the caller never hears of it, unless `release` is called",
+    "unanswered": "executed; the caller is told that the call has failed",
+    "silent": "executed; the caller never hears of it",
     "late": "executed after the next call",
     "slow reply": "the reply comes after those of later calls",
-    "twice": "executed twice, at once; the reply to the first is heard",
-    "stale": "executed once more after the next call; the reply to the first is heard",
     "dead": "the host dies, and the caller is told",
 }
 # Those after which the same host goes on, and no worker is lost.
-HARMLESS = ("lost", "swallowed", "unanswered", "late", "slow reply", "twice", "stale")
+HARMLESS = ("late", "slow reply")
 # Seconds that a late call waits for another one.
 LATE = 0.05
 
-Schedule = Callable[[int, int, Sent], str]
+Schedule = Callable[[int, int, list[Frame]], str]
 
 
-def faultless(host: int, call: int, sent: Sent) -> str:
+def faultless(host: int, call: int, sent: list[Frame]) -> str:
     """Have nothing go wrong."""
     return ""
 
@@ -62,16 +59,11 @@ def silent_from(first: int, host: int = 0) -> Schedule:
 def diced(seed: int, rate: float, faults: Collection[str] = HARMLESS) -> Schedule:
     """Have faults strike by chance: the same ones for the same seed, host and number of the call."""
 
-    def schedule(host: int, call: int, sent: Sent) -> str:
+    def schedule(host: int, call: int, sent: list[Frame]) -> str:
         dice = random.Random(f"{seed} {host} {call}")
         return dice.choice(sorted(faults)) if dice.random() < rate else ""
 
     return schedule
-
-
-def asks(sent: Sent) -> bool:
-    """Tell whether a call asks a worker for something."""
-    return any(frame[0] == frames.ASK for frame in sent.frames)
 
 
 class LossyHost:
@@ -85,8 +77,6 @@ class LossyHost:
     Attributes:
         calls: Made so far.
         struck: The faults that have struck, with the numbers of their calls.
-        arrays: Replies that had an array of their own.
-        most_returned: Bytes of replies that were under way at a time, at the most.
         ended: It was told to end, and has let go of its workers.
     """
 
@@ -95,31 +85,27 @@ class LossyHost:
         self.relay = Relay()
         self.calls = 0
         self.struck: list[tuple[int, str]] = []
-        self.arrays = 0
-        self.most_returned = 0
         self.ended = threading.Event()
         self._cluster, self._index = cluster, index
         self._executed = 0
-        self._returned = 0
         self._is_dead = self._is_over = False
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
-        self._held: list[tuple[Future[Any], Any]] = []
         self._tokens: list[int] = []  # of kept snapshots
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="lossy-host")
 
-    def call(self, data: bytes) -> Future[Any]:
+    def call(self, serial: int, sent: list[Frame]) -> Future[list[Frame]]:
         """Carry a call to the relay, or what the schedule has in its place."""
         future: Future[Any] = Future()
         if self._is_dead or self._is_over:
             future.set_exception(RuntimeError("the actor has died"))
             return future
-        sent = Sent.of(data)
+        data = pickle.dumps((serial, sent))  # what travels is a copy
         with self._lock:
             self.calls += 1
             number = self.calls
             self._open.add(future)
-        for frame in sent.frames:
+        for frame in sent:
             if frame[0] == frames.ASK and frame[-1] and isinstance(kept := pickle.loads(frame[-1]), KeepSnapshot):
                 self._tokens.append(kept.token)
         fault = self._cluster.schedule(self._index, number, sent)
@@ -134,18 +120,11 @@ class LossyHost:
             self._is_over = True
             threading.Thread(target=self._end, name="lossy-host-end", daemon=True).start()
 
-    def release(self) -> None:
-        """Deliver the replies that were held back."""
-        held, self._held = self._held, []
-        for future, reply in held:
-            self._answer(future, reply)
-
     def _end(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.relay.close()
         for token in self._tokens:  # an actor's monitor, which is not shared with its trainer, ends with it
             Launch("forkserver").free(token)
-        self.release()
         self._open.clear()  # each knows its courier
         self.ended.set()
 
@@ -157,52 +136,31 @@ class LossyHost:
                 self._die()
                 return
             if fault == "lost":
-                self._answer(future, UnansweredError("lost on its way"))
+                self._answer(future, ConnectionError("lost on its way"))
                 return
             if fault == "swallowed":
                 return
             if fault == "late":
                 self._await_another(before)
-            again = self._pool.submit(self.relay.exchange, data) if fault == "twice" else None
             reply = self._execute(data)
-            if again is not None:
-                again.result()
-            if fault == "unanswered":
-                self._answer(future, UnansweredError("its reply was lost"))
-            elif fault == "silent":
-                self._held.append((future, reply))
-            else:
-                if fault == "slow reply":
-                    self._await_another(before + 1)
-                self._deliver(future, reply)
-            if fault == "stale":
+            if fault == "slow reply":
                 self._await_another(before + 1)
-                self._execute(data)
+            if fault != "silent":
+                self._answer(future, ConnectionError("its reply was lost") if fault == "unanswered" else reply)
         except Exception as error:  # a defect of the relay
             self._answer(future, error)
 
     def _execute(self, data: bytes) -> Any:
-        reply = self.relay.exchange(data)
+        reply = pickle.dumps(self.relay.exchange(*pickle.loads(data)))
         with self._lock:
             self._executed += 1
-        return reply
+        return pickle.loads(reply)
 
     def _await_another(self, before: int) -> None:
         """Wait, but not for long, until more than this number of calls has been executed."""
         until = time.monotonic() + LATE
         while self._executed <= before and time.monotonic() < until:
             time.sleep(0.001)
-
-    def _deliver(self, future: Future[Any], reply: Any) -> None:
-        size = frames.size_of(reply)
-        with self._lock:
-            self.arrays += isinstance(reply, tuple)
-            self._returned += size
-            self.most_returned = max(self.most_returned, self._returned)
-        time.sleep(self._cluster.on_its_way)
-        with self._lock:
-            self._returned -= size
-        self._answer(future, reply)
 
     def _answer(self, future: Future[Any], outcome: Any) -> None:
         with self._lock:
@@ -229,24 +187,17 @@ class LocalCluster:
     Attributes:
         schedule: What goes wrong.
         nodes_free: CPUs of each node.
-        leaving: Indices of the nodes that are being drained.
-        on_its_way: Seconds that a reply takes.
         hosts: Those that were made, in order.
         has_left: Its fleet has let go of it.
     """
 
     schedule: Schedule = faultless
     nodes_free: tuple[int, ...] = (64, 64)
-    leaving: Collection[int] = ()
-    on_its_way: float = 0.0
     hosts: list[LossyHost] = field(default_factory=list)
     has_left: bool = False
 
     def nodes(self) -> list[Node]:
-        return [
-            Node(f"id {index}", f"node {index}", free, index in self.leaving)
-            for index, free in enumerate(self.nodes_free)
-        ]
+        return [Node(f"id {index}", f"node {index}", free) for index, free in enumerate(self.nodes_free)]
 
     def place(
         self, cpus: int, pick: Callable[..., Node | None], hash_seed: str, is_wanted: Callable[[], bool]
@@ -284,7 +235,7 @@ class Clusters:
     ) -> Any:
         """Return a cluster and the options of faces that are to run on it."""
         address = f"cluster {len(self._known)}"
-        ours = {name: options.pop(name) for name in ("nodes_free", "on_its_way") if name in options}
+        ours = {name: options.pop(name) for name in ("nodes_free",) if name in options}
         cluster = self._known[address] = LocalCluster(schedule, **ours)
         return cluster, RayOptions(address=address, suspect_after=suspect_after, hosts=hosts, **options)
 

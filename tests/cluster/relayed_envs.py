@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kit import CounterEnv
-
-
-class GateEnv(CounterEnv):
-    """Waits in a step with action 3 until a byte is written to a FIFO.
-
-    Args:
-        gate: Path of the FIFO.
-        counter: The arguments of `CounterEnv`.
-    """
-
-    def __init__(self, *, gate: str, **counter: Any) -> None:
-        super().__init__(**counter)
-        self._gate = gate
-
-    def step(self, action: Any) -> Any:
-        if action == 3:
-            with Path(self._gate).open("rb") as gate:
-                gate.read(1)
-        return super().step(action)
 
 
 class PictureEnv(CounterEnv):

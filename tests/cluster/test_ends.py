@@ -29,17 +29,15 @@ def test_nothing_is_left_of_a_local_ray_when_the_trainer_is_killed_while_an_env_
         assert becomes_true(lambda: not end(trainer.family()))
 
 
-def test_a_reply_lost_after_the_step_was_executed_is_asked_again_and_executed_once(tmp_path, monkeypatch):
+def test_a_reply_lost_after_the_step_was_executed_loses_the_host_and_no_step(monkeypatch):
     """Ray throws the reply away: its own means to test what is built on it."""
-    log = tmp_path / "steps"
     fault = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 3, "resp_failure_prob": 10}}
     monkeypatch.setenv("RAY_testing_rpc_failure", json.dumps(fault))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    told = run_trainer("lost_replies", str(log))
-    assert told["lost"] >= 1, "no reply was lost"
+    told = run_trainer("lost_replies")
+    assert told["losses"] >= 1, "no reply was lost"
     assert told["observations"] == list(range(1, 101))
-    assert [int(line) for line in log.read_text().split()] == told["observations"]
-    assert told["losses"] == 0
+    assert told["exact"] == told["losses"]
 
 
 def test_a_head_that_dies_is_a_typed_error_and_the_trainer_lives_on():

@@ -13,8 +13,6 @@ from multienv.errors import UsageError
 WRONG = {
     "hosts": [0, -1, 1.5, True],
     "cpus_per_host": [0, "4"],
-    "rounds_in_flight": [1, None],
-    "bytes_in_flight": [0, None],
     "suspect_after": [0, -1.0, None, "10"],
     "placement_timeout": [0, None],
     "placement": ["near"],

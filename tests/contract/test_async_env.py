@@ -21,20 +21,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gate_env import GO, WAIT, GateEnv, gated_from_the_second_time
+from contract_envs import EchoEnv
 
 from kit import CounterEnv, assert_nothing_left, is_alive, snapshot_resources
+from kit.gates import GO, WAIT, GateEnv, gated_from_the_second_time
 from kit.policies import constant
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import AsyncEnv, Deadlines, Recovery, RestartPolicy, SubprocessEnv
 from multienv.envs import async_env
 from multienv.errors import (
-    ActionError,
     CallPendingError,
     ClosedError,
     EnvError,
-    ResetNeededError,
-    UsageError,
     WaitTimeout,
     WorkerHungError,
 )
@@ -162,34 +160,9 @@ async def test_all_calls_are_those_of_a_subprocess_env() -> None:
 
 
 @in_a_loop
-async def test_wrong_calls_are_refused_and_nothing_is_lost() -> None:
-    async with AsyncEnv(CounterEnv) as env:
-        with pytest.raises(ResetNeededError):
-            await env.step(1)
-        await env.reset(seed=0)
-        for odd in ([1], (one for one in (1,)), threading.Lock()):
-            with pytest.raises(ActionError, match="Nothing was sent"):
-                await env.step(odd)
-        with pytest.raises(ValueError, match="deadline"):
-            await env.step(1, deadline=-1.0)
-        with pytest.raises(AttributeError) as caught:
-            await env.call("nothing_of_the_kind")
-        assert isinstance(caught.value, EnvError)
-        assert (await env.step(1))[0][0] == 1
-    with pytest.raises(UsageError, match="hooks"):
-        AsyncEnv(CounterEnv, hooks=[1])  # type: ignore[list-item]
-
-
-class RaisesEnv(CounterEnv):
-    """Raises what means something else to a coroutine, or to a call that waits."""
-
-    def step(self, action: Any) -> Any:
-        raise WaitTimeout("not ready") if action else StopIteration(3)
-
-
-@in_a_loop
 async def test_what_an_env_raises_is_the_envs_whatever_it_means_to_a_coroutine() -> None:
-    async with AsyncEnv(RaisesEnv, env_index=7) as env:
+    raises = partial(EchoEnv, StopIteration(3), WaitTimeout("not ready"))
+    async with AsyncEnv(raises, env_index=7) as env:
         for action, kind in enumerate((StopIteration, WaitTimeout)):
             await env.reset(seed=3)
             with pytest.raises(EnvError, match="Env 7 raised") as caught:
@@ -410,9 +383,6 @@ async def test_close_ends_a_step_that_is_awaited(tmp_path: Path) -> None:
         await step
     assert not is_alive(pid or 0)
     await env.close()
-    for call in (env.step(GO), env.reset(), env.call("poke"), env.initialize()):
-        with pytest.raises(ClosedError):
-            await call
 
 
 def test_a_loop_that_is_closed_with_a_step_under_way_leaves_nothing(tmp_path: Path) -> None:

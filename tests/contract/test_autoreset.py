@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from contract_envs import MeetingEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from kit import CounterEnv, Fault, FaultError, FaultyEnv, first_difference
+from kit import CounterEnv, Fault, FaultError, FaultyEnv, first_difference, kill_worker
 from multienv import AutoResetWrapper, Deadlines, MultiEnv, SerialEnv, SubprocessEnv, create_subprocess_envs
 
 MODES = list(AutoresetMode)
@@ -68,7 +67,7 @@ def test_multi_env_is_what_gymnasiums_sync_vector_env_is_also_while_workers_are_
         ended = np.zeros(3, bool)
         for step in range(STEPS):
             if host == "process" and step % 16 == 3:
-                os.kill(m.envs[step % 3].statistics().pid, signal.SIGKILL)
+                kill_worker(m.envs[step % 3])
             if mode is AutoresetMode.DISABLED and ended.any():
                 ours, our_infos = m.reset(options={"reset_mask": ended.copy()})
                 theirs, their_infos = peer.reset(options={"reset_mask": ended.copy()})
@@ -146,21 +145,6 @@ def test_after_a_reset_that_raised_the_next_step_begins_the_episode(mode, whole)
         assert len(failed) == 1
         if mode is AutoresetMode.SAME_STEP:
             assert first_difference((*failed[0].returned[1:4], failed[0].returned[0]), returned) is None
-
-
-class MeetingEnv(CounterEnv):
-    """In its second reset it waits for another one to do the same."""
-
-    def __init__(self, *, pipe: Path, reads: bool, **counter: Any) -> None:
-        super().__init__(**counter)
-        self.pipe, self.reads, self.resets = pipe, reads, 0
-
-    def reset(self, **given: Any) -> Any:
-        self.resets += 1
-        if self.resets == 2:
-            with self.pipe.open("rb" if self.reads else "wb"):  # which blocks until the other end is opened
-                pass
-        return super().reset(**given)
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])

@@ -6,17 +6,16 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import pytest
 from contract_envs import (
     EndlessFailure,
+    LicensedEnv,
     exit_at_build,
     raise_at_build,
     return_a_lock_as_metadata,
@@ -85,11 +84,6 @@ def test_any_callable_will_do():
             env.close()
 
 
-def test_fork_is_refused_in_one_line():
-    with pytest.raises(UsageError, match="deadlocks"):
-        SubprocessEnv(CounterEnv, context="fork")
-
-
 def test_what_cannot_be_pickled_is_refused_at_once_and_says_how_to_mend_it():
     lock = threading.Lock()
     with pytest.raises(UsageError, match="inside the function") as caught:
@@ -128,15 +122,6 @@ def test_an_env_that_cannot_be_described_is_named():
 # --- several ------------------------------------------------------------------------------------
 
 
-def test_options_are_passed_on_and_checked_before_anything_is_started():
-    with no_leaks(), pytest.raises(UsageError, match="restart"):
-        create_subprocess_envs([CounterEnv] * 3, restart="never")
-    with no_leaks(), pytest.raises(UsageError, match="is None; give a function"):
-        create_subprocess_envs([CounterEnv, None])  # type: ignore[list-item]
-    with pytest.raises(TypeError):
-        create_subprocess_envs([CounterEnv], share_memory=True)
-
-
 def test_every_cause_is_told_and_the_others_are_closed():
     fns = [CounterEnv, raise_at_build, return_none, CounterEnv, exit_at_build]
     with pytest.raises(EnvsFailedError) as caught:
@@ -167,23 +152,6 @@ def test_spaces_that_differ_are_refused_and_named(name):
         MultiEnv(envs)
     for env in envs:
         env.close()
-
-
-def test_what_is_no_env_or_no_option_of_a_multi_env_is_refused():
-    env = CounterEnv()
-    for envs in ([CounterEnv], [None], ["CartPole-v1"], [env, object()]):
-        with pytest.raises(TypeError, match="gymnasium.Env"):
-            MultiEnv(envs)
-    with pytest.raises(UsageError, match="twice|same"):
-        MultiEnv([env, env])
-    with pytest.raises(UsageError):
-        MultiEnv([])
-    for max_workers in (0, -1, 1.5, "2", True):
-        with pytest.raises(UsageError, match="max_workers"):
-            MultiEnv([env], max_workers=max_workers)
-    for mode in ("sometimes", None, 1):
-        with pytest.raises(UsageError, match="autoreset_mode"):
-            MultiEnv([env], autoreset_mode=mode)
 
 
 # --- the index of the env -----------------------------------------------------------------------
@@ -256,18 +224,6 @@ def test_a_function_that_needs_more_is_refused(function):
 
 
 # --- so many at a time --------------------------------------------------------------------------
-
-
-class LicensedEnv(CounterEnv):
-    """Holds a licence while it is built: a file in a directory; shows how many were held at the most."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        with tempfile.NamedTemporaryFile(dir=directory):
-            self.held = 0
-            for _ in range(10):
-                self.held = max(self.held, len(list(directory.iterdir())))
-                time.sleep(0.01)
 
 
 def vector_env(env_fns: Any, **options: Any) -> Any:

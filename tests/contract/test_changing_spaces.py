@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
+from contract_envs import Levels
 
+from kit import kill_worker
 from multienv import MultiEnv, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import ActionError, EnvsFailedError
-
-
-class Levels(gymnasium.Env[Any, Any]):
-    """Each episode is larger than the last one."""
-
-    def __init__(self, grows: bool = True) -> None:
-        self.size, self.grows, self.steps = 1, grows, 0
-        self._set_spaces()
-
-    def _set_spaces(self) -> None:
-        self.observation_space = spaces.Box(-9.0, 9.0, (self.size,), np.float32)
-        self.action_space: Any = spaces.Box(-1.0, 1.0, (self.size,), np.float32)
-        if not self.grows:
-            self.observation_space, self.action_space = spaces.Box(-9.0, self.size, (2,)), spaces.Discrete(self.size)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.size, self.steps = self.size + 1, 0
-        self._set_spaces()
-        return self._observe(), {}
-
-    def _observe(self) -> Any:
-        shape = self.observation_space.shape
-        return self.np_random.random(shape, np.float32) + self.steps
-
-    def step(self, action: Any) -> Any:
-        assert self.action_space.contains(action), f"{action} is not in {self.action_space}"
-        self.steps += 1
-        return self._observe(), float(np.sum(action)), self.steps == 3, False, {}
 
 
 def played(env: Any, kills: Any = ()) -> list[Any]:
     record = [env.reset(seed=3)]
     for step in range(12):
         if step in kills:
-            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            kill_worker(env)
         assert env.observation_space.shape == record[-1][0].shape
         record.append(env.step(np.full(env.action_space.shape, 0.5, np.float32)))
         if record[-1][2]:

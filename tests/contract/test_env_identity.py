@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import threading
 from collections import OrderedDict
 from functools import partial
@@ -13,7 +11,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from contract_envs import CallableAttributes, DictEnv, EchoEnv
+from contract_envs import CallableAttributes, DictEnv, EchoEnv, Poked, wrapped_inside
 from gymnasium import wrappers
 from gymnasium.utils.env_checker import check_env
 
@@ -25,6 +23,7 @@ from kit import (
     digest_value,
     example_spaces,
     first_difference,
+    kill_worker,
     rollout,
 )
 from multienv import SerialEnv, SubprocessEnv
@@ -32,11 +31,6 @@ from multienv.errors import UsageError
 
 FACES = [SubprocessEnv, SerialEnv]
 CARTPOLE = partial(gymnasium.make, "CartPole-v1")
-
-
-def wrapped_inside() -> gymnasium.Env[Any, Any]:
-    env = wrappers.FlattenObservation(DictEnv(horizon=20))
-    return wrappers.TimeLimit(wrappers.TransformReward(env, lambda reward: reward * 2), 7)
 
 
 # --- gymnasium's checker ------------------------------------------------------------------------
@@ -111,7 +105,7 @@ def test_every_space_keeps_its_types_and_the_order_of_its_keys_also_after_a_loss
                 run.reset(seed=2)
             for step, action in enumerate(actions):
                 if face is SubprocessEnv and step == 4:
-                    os.kill(env.statistics().pid, signal.SIGKILL)
+                    kill_worker(env)
                 seen, expected = env.step(action), twin.step(action)
                 assert digest_value(seen[0]) == digest_value(expected[0])
                 assert _key_order(seen[0]) == _key_order(expected[0])
@@ -231,16 +225,6 @@ def test_a_method_is_called_there_and_not_on_a_copy(face):
             assert env.get_attr("offset") == 1.5
         assert env.get_attr("named")(name="an argument's") == 13
         assert env.get_attr("step")(1)[0][0] == 1
-
-
-class Poked(CounterEnv):
-    def __init__(self):
-        super().__init__()
-        self.poke_later = partial(self.poke)
-        self.engine = threading.Lock()  # as little to be pickled as a simulator
-
-    def named(self, name):
-        return len(name)
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manager_envs import FailingResetEnv, GatedBuildEnv, opened_meanwhile
+from manager_envs import FailingResetEnv
 
-from kit import CounterEnv, NondeterministicEnv
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, kill_worker
+from kit.gates import GatedBuildEnv, opened_meanwhile
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import AsyncSubprocessEnvManager, RestartPolicy
 from multienv.errors import ClosedError
 
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
-
-
-def kill(manager: Any, index: int) -> None:
-    os.kill(manager.statistics()[index].pid, signal.SIGKILL)
 
 
 def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
@@ -31,7 +28,7 @@ def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
     fns = [partial(GatedBuildEnv, gate=str(gate), horizon=None), partial(CounterEnv, horizon=None)]
     options: Any = {"wait_num": 1, "step_wait_timeout": 0.0, "restart": RestartPolicy(snapshots=False)}
     with AsyncSubprocessEnvManager(fns, **options) as manager:
-        kill(manager, 0)
+        kill_worker(manager, 0)
         seen = dict(manager.step({0: 1, 1: 1}))
         for _ in range(50):
             assert 0 not in seen
@@ -48,29 +45,12 @@ def test_an_episode_that_cannot_be_brought_back_is_not_counted(manager_of: Any) 
     options: Any = {"episode_num": 1, "restart": RestartPolicy(snapshots=False)}
     with manager_of([partial(NondeterministicEnv, horizon=4)], **options) as manager:
         manager.step({0: 1})
-        kill(manager, 0)
+        kill_worker(manager, 0)
         assert manager.step({0: 1})[0].info["abnormal"]
         steps = 0
         while not manager.done:
             steps += len(manager.step(dict.fromkeys(manager.ready_obs, 1)))
         assert steps == 4
-
-
-class NeverReadyEnv(CounterEnv):
-    """Hangs when it is built, or stepped; a file says that it does."""
-
-    def __init__(self, begun: Path, what: str) -> None:
-        super().__init__()
-        self.begun = begun
-        if what == "launch":
-            self.hang()
-
-    def step(self, action: Any) -> Any:
-        self.hang()
-
-    def hang(self) -> None:
-        self.begun.touch()
-        signal.pause()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +64,8 @@ def test_close_ends_what_a_manager_waits_for(manager_of: Any, what: str, how: st
         failing = partial(FailingResetEnv, errors=str(errors), horizon=1)
         manager = manager_of([failing], max_retry=3, retry_waiting_time=3600.0)
     else:
-        manager = manager_of([partial(NeverReadyEnv, begun, what)] * 2)
+        moment: Any = "construct" if what == "launch" else what
+        manager = manager_of([partial(FaultyEnv, fault=Fault("hang", moment, once=begun))])
     is_waiting = begun.exists if what != "retry" else lambda: errors.exists() and errors.read_text() == "twice"
     trainer = threading.get_ident()
     before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())

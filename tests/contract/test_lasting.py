@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -12,15 +10,11 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, FailsNthTime, SpaceEnv
+from kit import CounterEnv, FailsNthTime, FarewellEnv, SpaceEnv, kill_worker
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.errors import EnvError, UsageError, WorkerLostError
 
 ENDLESS = partial(CounterEnv, horizon=None)
-
-
-def kill(env: SubprocessEnv) -> None:
-    os.kill(env.statistics().pid or 0, signal.SIGKILL)
 
 
 def test_a_truncated_step_shows_the_last_large_observation_that_the_caller_saw() -> None:
@@ -34,7 +28,7 @@ def test_a_truncated_step_shows_the_last_large_observation_that_the_caller_saw()
             env.get_attr("spec")
             with pytest.raises(UsageError):
                 env.step([1, 2, 3])
-        kill(env)
+        kill_worker(env)
         observation, _, _, truncated, _ = env.step(action)
         assert truncated
         np.testing.assert_array_equal(observation, seen)
@@ -49,7 +43,7 @@ def test_think_time_does_not_shorten_the_journal() -> None:
             if t % 64 > 60 or t % 64 < 3:
                 time.sleep(0.005)  # the learner
             env.step_wait()
-        kill(env)
+        kill_worker(env)
         assert env.step(1)[0][0] == 1101
         assert env.statistics().exact_recoveries == 1
 
@@ -58,7 +52,7 @@ def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause
     env_fn = FailsNthTime(counter=str(tmp_path / "built"), nth=2)
     with SubprocessEnv(env_fn, restart=RestartPolicy(on_crash="raise")) as env:
         env.reset(seed=0)
-        kill(env)
+        kill_worker(env)
         with pytest.raises(WorkerLostError):
             env.step(0)
         with pytest.raises(EnvError) as caught:
@@ -68,19 +62,11 @@ def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause
         assert env.step(1)[0][0] == 1
 
 
-class Closing(CounterEnv):
-    path = ""
-
-    def close(self) -> None:
-        with Path(self.path).open("a") as file:
-            file.write("closed\n")
-
-
 def test_an_env_that_was_brought_back_is_closed_as_any_other(tmp_path: Path) -> None:
-    path = tmp_path / "said"
-    with SubprocessEnv(partial(Closing, horizon=None)) as env:
-        env.set_attr("path", str(path))
+    left = tmp_path / "left"
+    with SubprocessEnv(partial(FarewellEnv, left=left)) as env:
         env.reset(seed=0)
-        kill(env)
+        kill_worker(env)
         env.step(1)
-    assert path.read_text() == "closed\n"
+        assert not left.exists()
+    assert left.exists()

@@ -70,34 +70,6 @@ def test_what_has_no_fixed_size_cannot_be_shared(space, kind, words):
         SubprocessVectorEnv(of(space, space), shared_memory=True)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_wrong_masks_and_seeds(face):
-    mask = "`options['reset_mask']` must "
-    wrong = [
-        ({"options": {"reset_mask": [True, False, True, True]}}, TypeError, mask + "be a numpy array"),
-        ({"options": {"reset_mask": np.ones(3, bool)}}, ValueError, mask + "have shape `(4,)`, got (3,)"),
-        ({"options": {"reset_mask": np.ones((1, 4), bool)}}, ValueError, mask + "have shape `(4,)`, got (1, 4)"),
-        ({"options": {"reset_mask": np.array([1, 0, 0, 1])}}, TypeError, mask + "have `dtype=np.bool_`, got int64"),
-        ({"options": {"reset_mask": np.zeros(4, bool)}}, ValueError, "with at least one True value"),
-        ({"seed": [1, 2]}, ValueError, "the length must match num_envs=4 but got length=2."),
-        ({"seed": -1}, ValueError, "Seed must be greater or equal to zero, actual value: -1"),
-        ({"seed": [1, 1.5, 2, 3]}, ValueError, "Seed must be a python integer, actual type: <class 'float'>"),
-        ({"seed": True}, ValueError, "Seed must be a python integer, actual type: <class 'bool'>"),
-    ]
-    with closing(face(four)) as envs:
-        envs.reset(seed=1)
-        for arguments, kind, words in wrong:
-            with pytest.raises(kind, match=re.escape(words)):
-                envs.reset(**arguments)
-        envs.step(np.ones(4, int))  # nothing was lost
-
-
-@pytest.mark.parametrize(("value", "words"), [(2.5, "be an integer or None"), (0, "be a positive or None, got 0")])
-def test_wrong_concurrency(value, words):
-    with pytest.raises(ValueError, match=f"`max_concurrency` must {words}"):
-        SubprocessVectorEnv(four, max_concurrency=value)
-
-
 def test_the_serial_one_shows_its_envs_as_gymnasiums_does():
     with closing(SerialVectorEnv([partial(CounterEnv, horizon=5 + index) for index in range(3)])) as envs:
         envs.reset(seed=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from functools import partial
 from typing import Any
 
@@ -14,20 +12,14 @@ from contract_envs import CallableAttributes
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit, TransformReward
 
-from kit import CounterEnv, Fault, FaultyEnv, first_difference
+from kit import CounterEnv, Fault, FaultyEnv, first_difference, kill_worker
 from multienv import MultiEnv, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import (
     ActionError,
     CallPendingError,
-    ClosedError,
     EnvsFailedError,
-    UsageError,
 )
 from multienv.fanout import FanOut
-
-
-def kill(env: Any) -> None:
-    os.kill(env.statistics().pid, signal.SIGKILL)
 
 
 def of_every_kind(horizon: int | None = 5, context: str = "forkserver") -> list[gymnasium.Env[Any, Any]]:
@@ -60,28 +52,15 @@ def test_envs_of_every_kind_give_what_each_would_give_alone(max_workers, context
                 assert first_difference(tuple(part[index] for part in result), expected) is None
 
 
-def test_a_wrong_number_of_actions_is_refused_and_nothing_is_sent():
-    with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
-        m.reset(seed=0)
-        wrong = [[], [0], [0, 0, 0], np.zeros(4, int), np.array(2), None, 0, (action for action in (0, 0))]
-        for actions in wrong:
-            with pytest.raises(ActionError, match="2 envs"):
-                m.step(actions)
-        assert [observation[0] for observation in m.step([0, 0])[0]] == [1, 1]
-
-
 # --- reset --------------------------------------------------------------------------------------
 
 
-def test_seeds_for_all_or_one_for_each_and_bad_ones_reset_no_env():
+def test_seeds_for_all_or_one_for_each():
     with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv), SerialEnv(CounterEnv)]) as m:
         for seed, each in ((np.int64(5), (5, 6, 7)), ([9, 1, 9], (9, 1, 9)), (np.arange(3), (0, 1, 2))):
             for observation, one in zip(m.reset(seed=seed)[0], each, strict=True):
                 assert first_difference(observation, CounterEnv().reset(seed=one)[0]) is None
         m.step(np.array([0, 1, 2]))
-        for seed in ([1], [1, 2, 3, 4], "123", 1.5, -1, [1, -1, 1], [1, "2", 3], True):
-            with pytest.raises(ValueError, match="seed"):
-                m.reset(seed=seed)
         assert [one[[0, 3]].tolist() for one in m.step((0, np.int64(1), 2))[0]] == [[2, 0], [2, 1], [2, 2]]
 
 
@@ -89,8 +68,6 @@ def test_options_for_all_or_one_for_each():
     with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
         assert [one[0] for one in m.reset(seed=0, options={"start": 3})[0]] == [3, 3]
         assert [one[0] for one in m.reset(options=[{"start": 1}, None])[0]] == [1, 0]
-        with pytest.raises(UsageError, match="options"):
-            m.reset(options=[{"start": 1}])
 
 
 def test_a_masked_reset_leaves_the_others_alone():
@@ -188,7 +165,7 @@ def test_an_episode_that_the_caller_begins_for_an_ended_env_goes_on(mode, how, k
         first.reset() if how == "reset" else first.restore(token)
         for step in range(5):
             if step == killed:
-                kill(first)
+                kill_worker(first)
             observations, _, ends, _, _ = m.step([step % 4, None])
             assert observations[0][[0, 3]].tolist() == [step + 1, step % 4]
             assert ends[0] is (step == 4)
@@ -210,18 +187,13 @@ def test_calls_and_attributes_reach_every_env_and_its_wrappers():
         with pytest.raises(EnvsFailedError, match="nothing") as caught:
             m.get_attr("nothing")
         assert [isinstance(error, AttributeError) for error in caught.value.failures.values()] == [True, True]
-        with pytest.raises(UsageError, match="values"):
-            m.set_attr("gain", [1.0])
 
 
-def test_closing_is_idempotent_and_final():
+def test_closing_closes_envs_of_every_kind_one_of_them_lost():
     envs = of_every_kind()
     m = MultiEnv(envs)
     m.reset(seed=0)
-    kill(envs[0])
+    kill_worker(envs[0])
     for _ in range(2):
         m.close()
-    for call in (lambda: m.step([0] * 6), m.reset, m.render, lambda: m.call("poke"), lambda: m.get_attr("horizon")):
-        with pytest.raises(ClosedError):
-            call()
     assert envs[3].statistics().state == "closed"

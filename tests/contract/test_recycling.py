@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from contract_envs import Port, RememberingPort
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from kit import CounterEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
+from kit import (
+    CounterEnv,
+    Fault,
+    FaultyEnv,
+    NondeterministicEnv,
+    assert_no_splice,
+    assert_same_trajectory,
+    kill_worker,
+    rollout,
+)
+from kit.gates import GatedEnv, open_up
 from kit.process_table import is_alive
+from kit.side_by_side import beside_gymnasium, run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import (
     Deadlines,
@@ -78,7 +91,7 @@ def test_a_process_that_dies_while_it_is_replaced_is_brought_back() -> None:
     def kill(event: Event) -> None:
         events.append(event)
         if isinstance(event, Recycled):
-            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            kill_worker(env)
 
     env_fn = partial(CounterEnv, horizon=40, count_episodes=False)
     with SubprocessEnv(env_fn, restart=RestartPolicy(recycle_after_steps=64), hooks=[kill]) as env:
@@ -89,41 +102,27 @@ def test_a_process_that_dies_while_it_is_replaced_is_brought_back() -> None:
 
 @pytest.mark.parametrize("mode", ["SAME_STEP"])
 def test_a_batch_with_one_env_in_each_process_is_recycled_by_episodes(mode: str) -> None:
-    def run(policy: RestartPolicy) -> tuple[list[Any], list[int]]:
-        env_fns = [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in (7, 11)]
-        envs = SubprocessVectorEnv(env_fns, envs_per_worker=1, autoreset_mode=mode, restart=policy)
-        record: list[Any] = [envs.reset(seed=5)]
-        record += [envs.step(np.array([1, 0])) for _ in range(120)]
+    env_fns = [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in (7, 11)]
+    own = {"envs_per_worker": 1, "restart": RestartPolicy(recycle_after_episodes=3)}
+    with beside_gymnasium(SubprocessVectorEnv, env_fns, own, autoreset_mode=AutoresetMode[mode]) as (envs, twin):
+        run_side_by_side(envs, twin, 120)
         recycled = [one.recycled for one in envs.statistics()]
-        envs.close()
-        return record, recycled
-
-    plain, none = run(RestartPolicy())
-    recycled, some = run(RestartPolicy(recycle_after_episodes=3))
-    assert none == [0, 0]
-    assert 3 <= some[1] < some[0] <= 6
-    assert repr(plain) == repr(recycled)
+    assert 3 <= recycled[1] < recycled[0] <= 6
 
 
 # --- a fresh process at the end of an episode ---------------------------------------------------
 
 
-class FailsAtSecondReset(CounterEnv):
-    """Ends its process at its second reset, or hangs there."""
-
-    def __init__(self, hangs: bool = False) -> None:
-        super().__init__(horizon=4, count_episodes=False)
-        self.hangs, self.resets = hangs, 0
-
-    def reset(self, **options: Any) -> Any:
-        self.resets += 1
-        if self.resets == 2:
-            time.sleep(60.0) if self.hangs else os._exit(3)
-        return super().reset(**options)
+calm = partial(CounterEnv, horizon=4, count_episodes=False)
+# Ends its process at its second reset, or hangs there.
+ends_at_reset, hangs_at_reset = (
+    partial(FaultyEnv, fault=Fault(manner, "reset", at=2), horizon=4, count_episodes=False)
+    for manner in ("exit", "hang")
+)
 
 
-def calm() -> CounterEnv:
-    return CounterEnv(horizon=4, count_episodes=False)
+def calm_twin(envs: int, mode: str) -> Any:
+    return closing(SyncVectorEnv([calm] * envs, autoreset_mode=AutoresetMode[mode]))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_an_env_whose_reset_ends_its_process_loses_one_step_and_goes_on_in_a_new
     mode: str, envs_per_worker: int, hangs: bool
 ) -> None:
     """Whatever brings it back has the past that makes the reset fail: so a process without it is tried."""
-    env_fns = [partial(FailsAtSecondReset, hangs), calm]
+    env_fns = [hangs_at_reset if hangs else ends_at_reset, calm]
     options: dict[str, Any] = {"restart": RestartPolicy(backoff=0.0)}
     options |= {"deadlines": Deadlines(step=0.3)} if hangs else {}
     with SubprocessVectorEnv(env_fns, envs_per_worker=envs_per_worker, autoreset_mode=mode, **options) as envs:
@@ -160,29 +159,16 @@ def test_an_env_whose_reset_ends_its_process_loses_one_step_and_goes_on_in_a_new
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 def test_a_new_process_for_each_episode_of_a_batch_is_bit_for_bit_one_process_for_all(mode: str) -> None:
-    def rolled(make: Any, env_fn: Any) -> list[Any]:
-        envs = make([env_fn, env_fn])
-        record: list[Any] = [envs.reset(seed=5)]
-        ended = np.zeros(2, np.bool_)
-        for step in range(50):
-            if mode == "DISABLED" and ended.any():
-                record.append(envs.reset(options={"reset_mask": ended}))
-            record.append(envs.step(np.array([step % 4, (step + 1) % 4])))
-            ended = record[-1][2] | record[-1][3]
-        envs.close()
-        return record
-
-    each = RestartPolicy(recycle_after_episodes=1)
-    many = partial(SubprocessVectorEnv, envs_per_worker=1, autoreset_mode=mode, restart=each)
-    one = partial(gymnasium.vector.SyncVectorEnv, autoreset_mode=gymnasium.vector.AutoresetMode[mode])
-    assert repr(rolled(many, FailsAtSecondReset)) == repr(rolled(one, calm))
+    options: dict[str, Any] = {"autoreset_mode": mode, "restart": RestartPolicy(recycle_after_episodes=1)}
+    with SubprocessVectorEnv([ends_at_reset] * 2, envs_per_worker=1, **options) as envs, calm_twin(2, mode) as twin:
+        run_side_by_side(envs, twin, 50)
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
 def test_a_new_process_for_each_episode_at_own_pace(mode: str) -> None:
     each = RestartPolicy(recycle_after_episodes=1)
-    with SubprocessVectorEnv([FailsAtSecondReset, calm], envs_per_worker=1, autoreset_mode=mode, restart=each) as envs:
-        twin = gymnasium.vector.SyncVectorEnv([calm, calm], autoreset_mode=gymnasium.vector.AutoresetMode[mode])
+    with SubprocessVectorEnv([ends_at_reset, calm], envs_per_worker=1, autoreset_mode=mode, restart=each) as envs:
+        twin = SyncVectorEnv([calm, calm], autoreset_mode=AutoresetMode[mode])
         twin.reset(seed=5)
         envs.reset_async(seed=5)
         envs.recv(2)
@@ -196,18 +182,18 @@ def test_a_new_process_for_each_episode_at_own_pace(mode: str) -> None:
 
 def test_a_new_process_for_each_episode_of_single_envs_and_managers() -> None:
     each = RestartPolicy(recycle_after_episodes=1)
-    with SubprocessEnv(FailsAtSecondReset, restart=each) as env:
+    with SubprocessEnv(ends_at_reset, restart=each) as env:
         assert_same_trajectory(rollout(env, num_steps=30, seed=3), undisturbed(calm, num_steps=30, seed=3))
         assert env.statistics().losses == 0
         assert env.statistics().recycled == 30 // 4
     for mode in ("NEXT_STEP", "SAME_STEP"):
-        with MultiEnv(create_subprocess_envs([FailsAtSecondReset] * 2, restart=each), autoreset_mode=mode) as envs:
-            twin = gymnasium.vector.SyncVectorEnv([calm, calm], autoreset_mode=gymnasium.vector.AutoresetMode[mode])
+        with MultiEnv(create_subprocess_envs([ends_at_reset] * 2, restart=each), autoreset_mode=mode) as envs:
+            twin = SyncVectorEnv([calm, calm], autoreset_mode=AutoresetMode[mode])
             assert np.array_equal(envs.reset(seed=5)[0], twin.reset(seed=5)[0])
             for step in range(20):
                 values, expected = envs.step([step % 4, 1]), twin.step(np.array([step % 4, 1]))
                 assert all(np.array_equal(one, other) for one, other in zip(values[:4], expected[:4], strict=True))
-    manager = SyncSubprocessEnvManager([FailsAtSecondReset] * 2, {"episode_num": 3}, restart=each)
+    manager = SyncSubprocessEnvManager([ends_at_reset] * 2, {"episode_num": 3}, restart=each)
     manager.launch()
     while not manager.done:
         manager.step({index: np.int64(1) for index in manager.ready_obs})
@@ -216,22 +202,6 @@ def test_a_new_process_for_each_episode_of_single_envs_and_managers() -> None:
 
 
 # --- old and new cannot live together ---------------------------------------------------------------
-
-
-class Port(CounterEnv):
-    """Holds a port while it lives, and leaks."""
-
-    def __init__(self, port: int, horizon: int) -> None:
-        super().__init__(horizon=horizon, count_episodes=False)
-        self.socket = socket.create_server(("127.0.0.1", port))
-        self.leak: list[bytearray] = []
-
-    def step(self, action: Any) -> Any:
-        self.leak.append(bytearray(2**20))
-        return super().step(action)
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def free_ports(count: int) -> list[int]:
@@ -249,48 +219,27 @@ def test_an_env_that_owns_a_port_is_recycled_once_its_old_process_has_ended(
     """The new process cannot be built beside the old one: that is a warning, and the old one ends first next time."""
     events: list[Any] = []
     limit, horizons = 200 * 2**20, (150, 190)
-    with SubprocessVectorEnv(
-        [partial(Port, port, horizon) for port, horizon in zip(free_ports(2), horizons, strict=True)],
-        envs_per_worker=envs_per_worker,
-        autoreset_mode=mode,
-        restart=RestartPolicy(max_rss=limit, backoff=0.0),
-        hooks=[events.append],
-    ) as envs:
-        twin = gymnasium.vector.SyncVectorEnv(
-            [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in horizons],
-            autoreset_mode=gymnasium.vector.AutoresetMode[mode],
+    sizes: list[int] = []
+    options: dict[str, Any] = {"restart": RestartPolicy(max_rss=limit, backoff=0.0), "hooks": [events.append]}
+    ports = [partial(Port, port, horizon) for port, horizon in zip(free_ports(2), horizons, strict=True)]
+    counters = [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in horizons]
+    with (
+        SubprocessVectorEnv(ports, envs_per_worker=envs_per_worker, autoreset_mode=mode, **options) as envs,
+        closing(SyncVectorEnv(counters, autoreset_mode=AutoresetMode[mode])) as twin,
+    ):
+        run_side_by_side(
+            envs, twin, 1000, before_step=lambda _: sizes.extend(one.rss or 0 for one in envs.statistics())
         )
-        assert np.array_equal(envs.reset(seed=5)[0], twin.reset(seed=5)[0])
-        largest = 0
-        for step in range(1000):
-            values, expected = envs.step(np.array([step % 4, 1])), twin.step(np.array([step % 4, 1]))
-            assert all(np.array_equal(one, other) for one, other in zip(values[:4], expected[:4], strict=True)), step
-            largest = max(largest, *(one.rss or 0 for one in envs.statistics()))
     recycled = [event for event in events if isinstance(event, Recycled)]
     put_off = [event for event in recycled if event.outcome == "put off"]
     assert len(recycled) - len(put_off) >= 2
     assert not any(isinstance(event, Loss) for event in events)
     if envs_per_worker == 1:  # between two episodes, of which nothing is replayed
         assert not put_off
-        assert largest < limit + 2**20 * (max(horizons) + 64)
+        assert max(sizes) < limit + 2**20 * (max(horizons) + 64)
     else:
         assert put_off, "in the middle of an episode the new one is tried beside the old one first"
         assert "is not replaced" in caplog.text
-
-
-class RememberingPort(Port):
-    """Shows how many steps it has taken since it was built."""
-
-    def __init__(self, port: int, horizon: int) -> None:
-        super().__init__(port, horizon)
-        self.steps_ever = 0
-
-    def step(self, action: Any) -> Any:
-        self.steps_ever += 1
-        return CounterEnv.step(self, action)
-
-    def _next_draw(self) -> float:
-        return super()._next_draw() + self.steps_ever
 
 
 def test_no_process_is_ended_by_plan_in_an_episode_that_cannot_be_replayed() -> None:
@@ -305,28 +254,17 @@ def test_no_process_is_ended_by_plan_in_an_episode_that_cannot_be_replayed() -> 
     assert not any(isinstance(event, Loss) for event in events)
 
 
-class SlowSecondReset(CounterEnv):
-    """Takes half a second for its second reset."""
-
-    def __init__(self) -> None:
-        super().__init__(horizon=4, count_episodes=False)
-        self.resets = 0
-
-    def reset(self, **options: Any) -> Any:
-        self.resets += 1
-        time.sleep(0.5 * (self.resets == 2))
-        return super().reset(**options)
-
-
-def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end() -> None:
+def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end(gate: Path) -> None:
     policy = RestartPolicy(recycle_after_episodes=1000)
-    with SubprocessVectorEnv([SlowSecondReset], autoreset_mode="SAME_STEP", restart=policy) as envs:
+    env_fn = partial(GatedEnv, reset_gate=str(gate), horizon=4, count_episodes=False)
+    with SubprocessVectorEnv([env_fn], autoreset_mode="SAME_STEP", restart=policy) as envs:
         envs.reset(seed=5)
         for _ in range(3):
             envs.step(np.array([1]))
         envs.step_async(np.array([1]))
         with pytest.raises(WaitTimeout):
             envs.step_wait(timeout=0.1)
+        open_up(gate)
         observations, rewards, terminated, _, infos = envs.step_wait()
         assert (observations[0][0], infos["final_obs"][0][0]) == (0, 4)
         assert terminated.tolist() == [True]
@@ -335,12 +273,10 @@ def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end() ->
 
 def test_a_reset_that_ends_processes_loses_nothing_between_two_requests_of_same_step() -> None:
     """With any limit of recycling and one env a process: the step that ends the episode is answered before its reset."""
-    twin = gymnasium.vector.SyncVectorEnv([calm], autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
     policy = RestartPolicy(recycle_after_episodes=1000, backoff=0.0)
-    with SubprocessVectorEnv([FailsAtSecondReset], autoreset_mode="SAME_STEP", restart=policy) as envs:
-        assert repr(envs.reset(seed=5)) == repr(twin.reset(seed=5))
-        for step in range(20):
-            assert repr(envs.step(np.array([step % 4]))) == repr(twin.step(np.array([step % 4]))), step
+    options: dict[str, Any] = {"autoreset_mode": "SAME_STEP", "restart": policy}
+    with SubprocessVectorEnv([ends_at_reset], **options) as envs, calm_twin(1, "SAME_STEP") as twin:
+        run_side_by_side(envs, twin, 20)
         assert envs.statistics()[0].losses >= 4
 
 

@@ -9,10 +9,10 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from vector_pairs import expect_same
 
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, example_spaces, first_difference
 from kit.policies import Fails, Linear, Sampling, constant, telling
+from kit.side_by_side import expect_same
 from multienv import (
     Deadlines,
     Fragment,
@@ -199,32 +199,7 @@ def test_a_worker_that_makes_rollouts_alone_takes_snapshots_and_forgets_what_is_
         )  # with the generators of a few starts; all of it would take four times as much
 
 
-# --- wrong calls and errors ---------------------------------------------------------------------
-
-
-def test_wrong_calls_are_refused_and_nothing_is_sent() -> None:
-    with SubprocessVectorEnv([CounterEnv] * 2, envs_per_worker=2, autoreset_mode="DISABLED") as envs:
-        envs.reset(seed=1)
-        with pytest.raises(UsageError, match="autoreset_mode='DISABLED'"):
-            envs.rollout(constant, 3)
-    with SubprocessVectorEnv([CounterEnv] * 2, envs_per_worker=2) as envs, SubprocessEnv(CounterEnv) as env:
-        for one in (envs, env):
-            with pytest.raises(ResetNeededError):
-                one.rollout(constant, 3)
-            one.reset(seed=1)
-            for steps in (0, -1, 2.5, "3"):
-                with pytest.raises(UsageError, match="steps is"):
-                    one.rollout(constant, steps)
-            with pytest.raises(UsageError, match="cannot be called"):
-                one.rollout(None, 3)
-            with pytest.raises(UsageError, match="cannot be pickled"):
-                one.rollout(partial(print, (number for number in range(3))), 3)
-            assert len(one.rollout(constant, 3)) == 3
-        env.step(1)
-        for _ in range(6):
-            env.step(1)
-        with pytest.raises(ResetNeededError, match="ended"):
-            env.rollout(constant, 3)
+# --- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("what", "at"), [("raise", 1), ("wrong", 5)])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
+from contract_envs import TableEnv
 
-from kit import no_leaks
+from kit import kill_worker, no_leaks
 from multienv import (
     MultiEnv,
     RestartPolicy,
@@ -25,37 +24,9 @@ from multienv.cli.env_functions import env_functions
 from multienv.errors import UsageError
 from multienv.reports import store
 from multienv.reports.read import load
-from multienv.testing import worker_pids
 from multienv.wire.shared_file import DATA_NAME, SharedFile
 
 TABLE = np.random.default_rng(0).random(500_000)
-
-
-class TableEnv(gymnasium.Env[Any, Any]):
-    """Shows items of tables, and writes to the first: what it has written shows in the next episode."""
-
-    observation_space = gymnasium.spaces.Box(-1e6, 1e6, (2,), np.float64)
-    action_space = gymnasium.spaces.Discrete(1000)
-
-    def __init__(self, *tables: Any) -> None:
-        self.tables = tables
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return np.array([self.tables[0][0], len(self.tables)]), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self.tables[0].flags.writeable:
-            self.tables[0][0] += action
-        return np.array([table[int(action)] for table in self.tables][:1] * 2), 0.0, False, False, {}
-
-    def mappings(self) -> set[int]:
-        """Return the inodes of the shared files that this process has mapped."""
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        return {int(line.split()[4]) for line in lines if f"/memfd:{DATA_NAME} " in line}
-
-    def sums(self) -> list[float]:
-        return [float(np.sum(table)) for table in self.tables]
 
 
 def shared_files() -> dict[int, int]:
@@ -114,7 +85,7 @@ def test_a_replacement_is_built_from_it_and_nothing_shows_what_another_env_has_w
         assert list(start) == [TABLE[0]] * 2
         for _ in range(5):
             envs.step(np.array([1, 0]))
-        os.kill(worker_pids(envs)[0], signal.SIGKILL)
+        kill_worker(envs)
         envs.step(np.array([1, 0]))
         assert list(envs.reset()[0][:, 0]) == [sum([1] * 6, TABLE[0]), TABLE[0]]
         statistics = envs.statistics()
@@ -200,7 +171,7 @@ def test_a_report_holds_what_it_needs(reports: Path) -> None:
     with no_leaks():
         with SubprocessEnv(lambda: TableEnv(table, words)) as env:
             env.reset(seed=0)
-            os.kill(worker_pids(env)[0], signal.SIGKILL)
+            kill_worker(env)
             env.step(0)
         store.settle()
         assert not shared_files()

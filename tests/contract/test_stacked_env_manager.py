@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_envs import DictEnv
+from contract_envs import DictEnv, MisshapenEnv
 from gymnasium import spaces
-from manager_envs import GatedEnv
 
 from kit import CounterEnv, SpaceEnv, TokenSpace, digest_value
+from kit.gates import GatedEnv
 from multienv import StackedSubprocessEnvManager
-from multienv.errors import ActionError, EnvError, UsageError
+from multienv.errors import EnvError, UsageError
 from multienv.managers.config import EnvState
 
 
@@ -70,15 +70,6 @@ def test_a_batch_need_not_be_read_after_a_step_that_ends_no_episode_or_a_reset_o
         assert manager.ready_obs[:, 0].tolist() == [5, 3, 3]
 
 
-def test_wrong_batches() -> None:
-    with StackedSubprocessEnvManager([CounterEnv] * 2) as manager:
-        for actions in ([1], [1, 1, 1], np.ones((3,)), 1, None, np.int64(1)):
-            assert len(manager.ready_obs) == 2
-            with pytest.raises(ActionError, match="Nothing was sent"):
-                manager.step(actions)
-        assert len(manager.step([1, 1])) == 2
-
-
 def test_nested_observations() -> None:
     with StackedSubprocessEnvManager([DictEnv] * 3) as manager:
         batch = manager.ready_obs
@@ -123,14 +114,6 @@ def test_observations_that_cannot_be_stacked_come_as_a_tuple() -> None:
         batch = manager.ready_obs
         assert isinstance(batch, tuple)
         assert len(batch) == 2
-
-
-class MisshapenEnv(CounterEnv):
-    """With action 3 its observation is of another shape."""
-
-    def step(self, action: Any) -> Any:
-        observation, *rest = super().step(action)
-        return (observation[:2] if action == 3 else observation, *rest)
 
 
 def test_an_observation_that_does_not_fit_is_the_failure_of_its_env_alone() -> None:

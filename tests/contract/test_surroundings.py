@@ -14,7 +14,7 @@ import gymnasium
 import pytest
 from contract_envs import SurroundingsEnv
 
-from kit import CounterEnv, monitor_pid
+from kit import CounterEnv, kill_worker, monitor_pid
 from multienv import (
     RestartPolicy,
     SubprocessEnv,
@@ -223,7 +223,7 @@ def test_variables_of_a_worker_are_there_when_its_env_is_imported_and_in_each_re
         env.reset(seed=0)
         for losses in range(3):
             if losses:
-                os.kill(env.statistics().pid, signal.SIGKILL)
+                kill_worker(env)
             env.step(0)
             environment = env.call("environment")
             assert (environment["DEVICE"], environment["MUJOCO_GL_TEST"]) == ("3", "egl")
@@ -271,7 +271,7 @@ def test_strings_are_hashed_alike_by_every_process_of_an_env(context, victim):
     with SubprocessEnv(SurroundingsEnv, context=context) as env:
         env.reset(seed=0)
         first = env.call("hash_of", "the order of a set")
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         if victim == "monitor":
             os.kill(monitor_pid(), signal.SIGKILL)
         env.step(0)

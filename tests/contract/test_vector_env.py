@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
+from contract_envs import WideEnv
 from gymnasium.vector import AutoresetMode
-from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 
 from kit import CounterEnv, SameArrayEnv
+from kit.side_by_side import beside_gymnasium, expect_same, run_side_by_side
 from multienv import SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import ActionError, EnvsFailedError, UsageError
 from multienv.vector.batching import deal
@@ -67,20 +66,6 @@ def test_both_faces_in_uneven_groups(face, mode):
     own = {"envs_per_worker": 3} if face is SubprocessVectorEnv else {}
     with beside_gymnasium(face, env_fns_of("Blackjack-v1", 7), own, autoreset_mode=mode) as pair:
         assert run_side_by_side(*pair, 40) >= 7
-
-
-class WideEnv(gymnasium.Env[Any, Any]):
-    """Shows whatever integer it was given; a multiple of 3 ends the episode."""
-
-    observation_space = spaces.Box(-1e20, 1e20, (1,), np.float64)
-    action_space = spaces.Discrete(4)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        return np.zeros(1), {"reset": True}
-
-    def step(self, action: Any) -> Any:
-        return np.array([float(action)]), 0.0, action % 3 == 0, False, {"action": action}
 
 
 @both_faces

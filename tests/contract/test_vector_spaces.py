@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import tracemalloc
 from functools import partial
-from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from contract_envs import BrokenFirstEnv, bounded, space_env
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 
-from kit import SpaceEnv, TokenSpace, example_spaces
+from kit import SpaceEnv
+from kit.side_by_side import beside_gymnasium, expect_same, run_side_by_side
 from multienv import SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResetNeededError
 
@@ -22,30 +22,7 @@ both_faces = pytest.mark.parametrize("face", FACES)
 CARTPOLE = partial(gymnasium.make, "CartPole-v1")
 
 
-def space_env(kind: str, *, actions: str = "discrete", horizon: int = 3) -> SpaceEnv:
-    found = example_spaces()
-    return SpaceEnv(observation_space=found[kind], action_space=found[actions], horizon=horizon, seed=1)
-
-
-class BrokenFirstEnv(SpaceEnv):
-    """Its first resets raise; so it has no observation yet."""
-
-    def __init__(self, *, broken: int) -> None:
-        super().__init__(observation_space=TokenSpace(size=8), seed=1)
-        self.broken = broken
-
-    def reset(self, **options: Any) -> Any:
-        self.broken -= 1
-        if self.broken >= 0:
-            raise OSError("not yet")
-        return super().reset(**options)
-
-
 # --- observation_mode ---------------------------------------------------------------------------
-
-
-def bounded(high: float, *, width: int = 2) -> SpaceEnv:
-    return SpaceEnv(observation_space=spaces.Box(0.0, high, (width,), np.float32), horizon=4, seed=1)
 
 
 @both_faces

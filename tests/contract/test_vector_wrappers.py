@@ -12,12 +12,10 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit, TransformReward
 from gymnasium.wrappers import vector as wrappers
-from vector_pairs import expect_same
 
 from kit import CounterEnv
+from kit.side_by_side import expect_same
 from multienv import SerialVectorEnv, SubprocessVectorEnv, make_vec
-from multienv.errors import EnvsFailedError, UsageError
-from multienv.vector.rendering import tile_images
 
 FACES = [SubprocessVectorEnv, SerialVectorEnv]
 both_faces = pytest.mark.parametrize("face", FACES)
@@ -64,27 +62,6 @@ def test_vector_wrappers(name, mode):
 # --- pictures -----------------------------------------------------------------------------------
 
 
-def frame(value: int, shape: tuple[int, ...] = (2, 3, 3)) -> np.ndarray[Any, Any]:
-    return np.full(shape, value, np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("count", "grid"),
-    [
-        (1, [[1]]),
-        (3, [[1, 2], [3, 0]]),
-        (5, [[1, 2], [3, 4], [5, 0]]),
-        (7, [[1, 2, 3], [4, 5, 6], [7, 0, 0]]),
-    ],
-)
-def test_tiling(count, grid):
-    """As baselines lays them out: rows first, and what is left over is black."""
-    for shape in ((2, 3, 3), (4, 2, 4), (3, 5)):
-        tiled = tile_images([frame(index + 1, shape) for index in range(count)])
-        expected = [np.concatenate([frame(value, shape) for value in row], axis=1) for row in grid]
-        expect_same(tiled, np.concatenate(expected, axis=0))
-
-
 @both_faces
 def test_pictures_of_all(face):
     theirs = SyncVectorEnv([DRAWN] * 3)
@@ -96,8 +73,6 @@ def test_pictures_of_all(face):
         expect_same(envs.render(), theirs.render())
         expect_same(envs.call("render"), theirs.call("render"))
         expect_same(envs.get_images(), list(theirs.render()))
-        expect_same(envs.render_tiled(), tile_images(theirs.render()))
-        assert envs.render_tiled().shape == (800, 1200, 3)
     finally:
         theirs.close()
         envs.close()
@@ -183,21 +158,3 @@ def test_make_vec_in_the_words_of_gymnasium(arguments, options, face):
     again = make_vec(envs.spec)
     assert type(again) is face
     expect_same(run(again), run(envs))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "kind", "match"),
-    [
-        (("CartPole-v1", 2, "threads"), {}, UsageError, r"choose 'subprocess' \('async'\), 'serial'"),
-        (("CartPole-v1", 2), {"vectorization_mode": "vector_entry_point"}, UsageError, "'vector_entry_point'; choose"),
-        (("CartPole-v1", 0), {}, UsageError, "num_envs is 0"),
-        (("CartPole-v1", 2.0), {}, UsageError, "num_envs is 2.0"),
-        ((17,), {}, UsageError, "17 is no id"),
-        (("NoSuchEnv-v7",), {}, gymnasium.error.Error, "NoSuchEnv"),
-        (("CartPole-v1",), {"no_such_argument": 1}, EnvsFailedError, "no_such_argument"),
-        (("CartPole-v1",), {"vector_kwargs": {"worker": print}}, UsageError, "worker"),
-    ],
-)
-def test_make_vec_of_what_makes_no_sense(arguments, options, kind, match):
-    with pytest.raises(kind, match=match):
-        make_vec(*arguments, **options)

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from contextlib import closing
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
-from vector_pairs import beside_gymnasium, expect_same
+from contract_envs import OwnGeneratorEnv, SeesSeedEnv, seeded_by_its_maker
 
-from kit import CounterEnv
+from kit import CounterEnv, kill_worker
+from kit.side_by_side import beside_gymnasium, expect_same
 from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 
 SEEDS = (21, 22, 23)
 FACES = [SerialVectorEnv, SubprocessVectorEnv]
-
-
-class SeesSeedEnv(CounterEnv):
-    """Shows in each info what seed its reset was given: 0 for none."""
-
-    given = 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.given = 0 if seed is None else seed
-        return super().reset(seed=seed, options=options)
-
-    def _info(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-
-class OwnGeneratorEnv(CounterEnv):
-    """Draws from a generator of its own, made by its constructor without a seed."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.luck = np.random.default_rng()
-
-    def _next_draw(self) -> float:
-        return float(self.luck.random())
-
-
-def seeded_by_its_maker(seed: int) -> gymnasium.Env[Any, Any]:
-    env = gymnasium.make("CartPole-v1")
-    env.reset(seed=seed)
-    return env
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -94,9 +62,7 @@ def test_a_batch_that_was_never_seeded_is_brought_back_exactly(rung: str, mode: 
         expect_same(killed.reset()[0], calm.reset(seed=list(killed.np_random_seed))[0])
         for step in range(60):
             if step % 7 == 3:
-                pid = killed.statistics()[step % 2].pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
+                kill_worker(killed, step % 2)
             actions = np.full(4, step % 3)
             mine, other = killed.step(actions), calm.step(actions)
             assert "multienv" not in mine[4], mine[4]
@@ -110,9 +76,7 @@ def test_a_generator_that_the_constructor_makes_without_a_seed_is_brought_back(r
         env.reset(seed=seed)
         for step in range(25):
             if step % 7 == 3:
-                pid = env.statistics().pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
+                kill_worker(env)
             _, _, terminated, truncated, info = env.step(1)
             assert not truncated, info
             if terminated:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
 from functools import partial
 from threading import Thread, Timer
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
-from contract_envs import FarewellEnv, LockInfoEnv, OldEnv, failures, raising_env
+from contract_envs import LockInfoEnv, OldEnv, failures, raising_env
 from gymnasium.error import NoAsyncCallError
 
-from kit import CounterEnv, Fault, FaultyEnv, first_difference
+from kit import CounterEnv, FarewellEnv, Fault, FaultyEnv, first_difference
 from multienv import (
     MultiEnv,
     RestartPolicy,
@@ -31,122 +28,16 @@ from multienv import (
 )
 from multienv.errors import (
     CallPendingError,
-    ClosedError,
     EnvError,
     MultienvError,
     ResetNeededError,
     ResultNotPicklableError,
-    UsageError,
 )
 
 FACES = [SubprocessEnv, SerialEnv]
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "reset": lambda env: env.reset(),
-    "step": lambda env: env.step(0),
-    "render": lambda env: env.render(),
-    "call": lambda env: env.call("poke"),
-    "get_attr": lambda env: env.get_attr("horizon"),
-    "set_attr": lambda env: env.set_attr("offset", 0.0),
-    "step_async": lambda env: env.step_async(0),
-    "reset_async": lambda env: env.reset_async(),
-    "call_async": lambda env: env.call_async("poke"),
-}
-WAITS: dict[str, Callable[[Any], Any]] = {
-    "step_wait": lambda env: env.step_wait(),
-    "reset_wait": lambda env: env.reset_wait(),
-    "call_wait": lambda env: env.call_wait(),
-}
-SPACES: dict[str, Callable[[Any], Any]] = {
-    "observation_space": lambda env: env.observation_space,
-    "action_space": lambda env: env.action_space,
-}
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_any_call_before_initialize_is_refused(face):
-    env = face(CounterEnv)
-    for started in (False, True):
-        if started:
-            env.start()
-        for call in (CALLS | WAITS | SPACES).values():
-            with pytest.raises(UsageError, match=r"initialize\(\)"):
-                call(env)
-    env.close()
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_stepping_before_a_reset_and_after_the_end(face):
-    with face(partial(CounterEnv, horizon=1)) as env:
-        for _ in range(2):
-            for name in ("step", "step_async") * 2:
-                with pytest.raises(ResetNeededError, match=r"reset\(\)"):
-                    CALLS[name](env)
-            env.reset(seed=0)
-            assert env.step(0)[2]
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_any_call_after_close_is_refused(face):
-    env = face(CounterEnv).initialize()
-    env.reset(seed=0)
-    env.close()
-    for call in (*CALLS.values(), *WAITS.values(), lambda env: env.start(), lambda env: env.initialize()):
-        for _ in range(2):
-            with pytest.raises(ClosedError, match="closed"):
-                call(env)
-    env.close()
-
-
-@pytest.mark.parametrize("name", WAITS)
-def test_waiting_for_what_was_not_sent(name):
-    with SubprocessEnv(CounterEnv) as env:
-        for ready in (False, True):
-            if ready:
-                env.reset(seed=0)
-            for _ in range(2):
-                with pytest.raises(gymnasium.error.NoAsyncCallError, match=name.replace("wait", "async")) as caught:
-                    WAITS[name](env)
-                assert caught.value.name == name
-
-
-LONGEST = 1e15  # far beyond what poll() and epoll() can count in milliseconds
-PENDING = [("step_async", "step_wait"), ("reset_async", "reset_wait"), ("call_async", "call_wait")]
-
-
-@pytest.mark.parametrize(("send", "wait"), PENDING)
-def test_a_second_request_is_refused_each_time_and_the_first_is_still_answered(send, wait):
-    with SubprocessEnv(CounterEnv) as env:
-        env.reset(seed=0)
-        CALLS[send](env)
-        for call in 2 * list(CALLS.values()):
-            with pytest.raises(CallPendingError, match=wait) as caught:
-                call(env)
-            assert isinstance(caught.value, ValueError)
-            assert isinstance(caught.value, gymnasium.error.AlreadyPendingCallError)
-        answer = WAITS[wait](env)
-        if send == "step_async":
-            assert answer[0][0] == 1
-            assert answer[4] == {}, "an ordinary step"
-        env.reset(seed=0)
-        assert env.step(0)[0][0] == 1
 
 
 # --- timeouts -----------------------------------------------------------------------------------
-
-
-def test_a_timeout_that_is_no_number_of_seconds_is_refused_and_the_answer_still_comes():
-    env = SubprocessEnv(CounterEnv)
-    wrong = [math.nan, math.inf, -1, 2 * LONGEST, True, "1"]
-    for timeout in wrong:
-        with pytest.raises(UsageError, match="timeout"):
-            env.initialize(timeout)
-    with env:
-        env.reset(seed=0)
-        env.step_async(1)
-        for timeout in wrong:
-            with pytest.raises(UsageError, match="timeout"):
-                env.step_wait(timeout)
-        assert env.step_wait()[0][0] == 1
 
 
 def test_closing_while_an_answer_is_pending_still_closes_the_env(tmp_path):
@@ -165,27 +56,6 @@ def test_closing_while_an_answer_is_pending_still_closes_the_env(tmp_path):
 
 
 # --- arguments ----------------------------------------------------------------------------------
-
-
-def test_arguments_that_are_wrong_or_cannot_be_sent_are_refused_and_the_episode_goes_on():
-    cannot = (number for number in range(3))
-    with SubprocessEnv(CounterEnv) as env:
-        env.reset(seed=0)
-        for seed in (-1, 1.5, "1", True, [1], np.array([1, 2]), np.float64(1)):
-            for call in (env.reset, env.reset_async):
-                with pytest.raises(UsageError, match="seed"):
-                    call(seed=seed)
-        for call in (
-            partial(env.set_attr, "x", cannot),
-            partial(env.call, "poke", cannot),
-            partial(env.reset, options={"x": cannot}),
-            partial(env.call_async, "poke", cannot),
-        ):
-            with pytest.raises(UsageError, match="pickle"):
-                call()
-            with pytest.raises(gymnasium.error.NoAsyncCallError):
-                env.call_wait()
-        assert env.step(0)[0][0] == 1
 
 
 # --- what the env does wrong --------------------------------------------------------------------

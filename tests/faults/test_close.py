@@ -23,11 +23,14 @@ from gymnasium.spaces import Box
 
 from kit import (
     CounterEnv,
+    FailsNthTime,
+    FarewellEnv,
     Fault,
     FaultyEnv,
     SlowEnv,
     SpaceEnv,
     is_alive,
+    kill_worker,
     monitor_itself,
     no_leaks,
 )
@@ -35,6 +38,7 @@ from kit.trainer_process import Trainer, becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ClosedError, WorkerLostError
 
+pytestmark = pytest.mark.usefixtures("monitor_stays")
 # close() asks for this long, then kills: stack (none), SIGTERM and SIGKILL within a second; doubled for a slow machine.
 ASKS = 0.1
 BOUND = 2 * (ASKS + 2.0)
@@ -47,13 +51,6 @@ HANG_IN_C = Fault("hang_c", "step", ignore_sigterm=True)
 def no_leaks_of_ours() -> Any:
     """Stricter than the fixture of all tests: threads too."""
     return no_leaks(timeout=5.0, ignore=monitor_itself, threads=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def companion() -> Iterator[None]:
-    """Have the monitor up, and every import done, before anything is counted."""
-    with SubprocessEnv(CounterEnv):
-        yield
 
 
 def close_twice(env: Any) -> None:
@@ -151,18 +148,12 @@ def test_close_in_the_middle_of_a_step() -> None:
         assert not is_alive(pid)
 
 
-def slow_the_second_time(path: str) -> CounterEnv:
-    time.sleep(60.0 if Path(path).exists() else 0.0)
-    Path(path).touch()
-    return CounterEnv()
-
-
 def test_close_while_one_of_several_workers_is_brought_back(marker: str) -> None:
-    fns = [partial(slow_the_second_time, marker), CounterEnv]
+    fns = [FailsNthTime(counter=marker, nth=2, manner="hang"), CounterEnv]
     policy = RestartPolicy(snapshots=False)
     envs = SubprocessVectorEnv(fns, envs_per_worker=1, deadlines=Deadlines(close=1000), restart=policy)
     envs.reset(seed=1)
-    os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+    kill_worker(envs)
     with closing(envs, 0.3), pytest.raises(ClosedError):
         envs.step([1, 1])
 
@@ -185,7 +176,7 @@ def test_ten_restarts_leave_no_descriptor_map_or_thread() -> None:
         env.reset(seed=0)
         counts = []
         for _ in range(11):
-            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            kill_worker(env)
             env.step(env.action_space.sample())
             gc.collect()
             counts.append(open_things())
@@ -214,21 +205,9 @@ def test_close_waits_for_a_slow_env_close(tmp_path: Path) -> None:
 PATIENT = Deadlines(close=30)
 
 
-class SavingEnv(CounterEnv):
-    """Writes a file when its close() is done, which takes a while."""
-
-    def __init__(self, path: str, seconds: float) -> None:
-        super().__init__(horizon=None)
-        self.path, self.seconds = Path(path), seconds
-
-    def close(self) -> None:
-        self.path.with_suffix(".begun").touch()
-        time.sleep(self.seconds)
-        self.path.touch()
-
-
 def open_saving(kind: str, path: str, seconds: float, deadlines: Deadlines) -> Any:
-    env_fns = [partial(SavingEnv, f"{path}{number}", seconds) for number in range(4)]
+    saving = partial(FarewellEnv, close_seconds=seconds, horizon=None)
+    env_fns = [partial(saving, left=f"{path}{number}") for number in range(4)]
     if kind == "env":
         env = SubprocessEnv(env_fns[0], deadlines=deadlines, env_index=0).initialize()
         env.reset(seed=0)
@@ -264,17 +243,24 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("how", "kind", "code"), ENDS)
-def test_each_end_that_python_sees_waits_for_a_slow_env_close(how: str, kind: str, code: int, tmp_path: Path) -> None:
-    with Trainer("test_close", "end_without_close", how, kind, tmp_path / "saved") as trainer:
-        trainer.expect("ready")
-        if how.startswith("SIG"):
-            trainer.signal(signal.Signals[how])
-        assert trainer.wait() == code
-        saved = sorted(path.name for path in tmp_path.glob("saved?"))
-        assert saved == [f"saved{number}" for number in range(1 if kind == "env" else 4)]
-        assert "close()" not in trainer.errors()
-        trainer.assert_nothing_lives()
+def test_each_end_that_python_sees_waits_for_a_slow_env_close(tmp_path: Path) -> None:
+    """All trainers at a time: each of them waits."""
+    with contextlib.ExitStack() as stack:
+        trainers = []
+        for how, kind, code in ENDS:
+            (tmp_path / how).mkdir()
+            trainer = Trainer("test_close", "end_without_close", how, kind, tmp_path / how / "saved")
+            trainers.append((stack.enter_context(trainer), how, kind, code))
+        for trainer, how, _, _ in trainers:
+            trainer.expect("ready")
+            if how.startswith("SIG"):
+                trainer.signal(signal.Signals[how])
+        for trainer, how, kind, code in trainers:
+            assert trainer.wait() == code, how
+            saved = sorted(path.name for path in (tmp_path / how).glob("saved?"))
+            assert saved == [f"saved{number}" for number in range(1 if kind == "env" else 4)], how
+            assert "close()" not in trainer.errors()
+            trainer.assert_nothing_lives()
 
 
 def test_forgotten_env_is_given_the_time_to_close(tmp_path: Path) -> None:

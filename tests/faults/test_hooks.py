@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kit import CounterEnv, Fault, FaultyEnv
+from kit import CounterEnv, Fault, FaultyEnv, kill_worker
 from multienv import (
     AsyncSubprocessEnvManager,
     AutoResetWrapper,
@@ -27,7 +25,6 @@ from multienv import (
     create_subprocess_envs,
 )
 from multienv.events import Event, Loss, Recovery, Recycled
-from multienv.testing import worker_pids
 
 ENDLESS = partial(CounterEnv, horizon=None)
 FNS = [ENDLESS] * 3
@@ -74,7 +71,7 @@ def test_a_loss_and_its_recovery_are_told_by_the_thread_of_the_call(face: str) -
     envs, step = begin(face, told)
     with closing(envs):
         step()
-        os.kill(worker_pids(envs)[-1], signal.SIGKILL)
+        kill_worker(envs, -1)
         step()
         assert [type(event) for event in told.events] == [Loss, Recovery]
         assert told.threads == {threading.get_ident()}
@@ -93,7 +90,7 @@ def test_loss_of_a_wrapped_env_is_told_by_whichever_of_the_two_is_stepped(wrap: 
         wrapped = wrap(env)
         env.reset(seed=0)
         for step in (partial(env.step, 1), partial(wrapped.step, action)):
-            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            kill_worker(env)
             step()
             assert [type(event) for event in told.events] == [Loss, Recovery]
             told.events.clear()

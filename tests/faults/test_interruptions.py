@@ -40,7 +40,7 @@ from multienv import (
 )
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import ClosedError, EnvsFailedError, ResetNeededError
-from multienv.recovery.lifecycle import Lifecycle
+from multienv.recovery.healing import Healing
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
 pytestmark = pytest.mark.filterwarnings(
@@ -208,14 +208,14 @@ def test_envs_that_leave_and_enter_their_own_pace_swallow_no_ctrl_c(monkeypatch:
 def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the next call is broken off while it sends."""
 
-    def broken_off(_: Any) -> None:
+    def broken_off(*_: Any) -> None:
         raise Tick
 
     with SubprocessEnv(ENDLESS) as env:
         env.reset(seed=0)
         kill(env)
         with monkeypatch.context() as patch, pytest.raises(Tick):
-            patch.setattr(Lifecycle, "recover", broken_off)
+            patch.setattr(Healing, "recover", broken_off)
             env.snapshot()
         supervisor: Any = supervisor_of(env)
         supervisor.send_step(STEP)

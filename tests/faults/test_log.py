@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit import CounterEnv
+from kit import CounterEnv, SlowEnv, kill_worker
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.recovery import pending, recoverer
 from multienv.reports import store
@@ -31,7 +28,7 @@ def test_each_loss_is_one_warning(action: Any, cost: str, reports: Path, caplog:
     with caplog.at_level(logging.INFO, "multienv"), SubprocessEnv(CounterEnv, env_index=3, restart=policy) as env:
         env.reset(seed=7)
         env.step(1)
-        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        kill_worker(env)
         env.step(1)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     told = caplog.records[1].getMessage()
@@ -54,28 +51,16 @@ def test_a_quick_replacement_by_plan_is_no_warning(caplog: pytest.LogCaptureFixt
         assert "Env 3: its process is replaced" in record.getMessage()
 
 
-class SlowEnv(CounterEnv):
-    """Sleeps in each step."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def step(self, action: Any) -> Any:
-        time.sleep(self._seconds)
-        return super().step(action)
-
-
 def test_a_recovery_that_takes_long_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recoverer, "_SILENCE", 0.2)
-    policy, fns = RestartPolicy(snapshots=False), [CounterEnv, partial(SlowEnv, 0.05)]
+    policy, fns = RestartPolicy(snapshots=False), [CounterEnv, partial(SlowEnv, step_seconds=0.05)]
     with SubprocessVectorEnv(fns, envs_per_worker=2, restart=policy, reports="") as envs:
         envs.reset(seed=0)
         for _ in range(12):
             envs.step([1, 1])
-        os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+        kill_worker(envs)
         with caplog.at_level(logging.WARNING, "multienv"):
             envs.step([1, 1])
     *news, outcome = [record.getMessage() for record in caplog.records]
@@ -91,7 +76,7 @@ def test_the_warning_of_a_silent_hang_names_the_env_of_several_in_the_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pending, "SILENCE", 0.2)
-    with SubprocessVectorEnv([CounterEnv, partial(SlowEnv, 1.0), CounterEnv], envs_per_worker=3) as envs:
+    with SubprocessVectorEnv([CounterEnv, partial(SlowEnv, step_seconds=1.0), CounterEnv], envs_per_worker=3) as envs:
         envs.reset(seed=0)
         envs.step([1, 1, 1])
     assert [record.getMessage().partition(" (pid")[0] for record in caplog.records] == [

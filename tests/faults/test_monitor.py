@@ -6,14 +6,13 @@ import math
 import os
 import resource
 import signal
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from kit import CounterEnv, ForkingEnv, is_alive, monitor_pid
+from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, is_alive, kill_worker, monitor_pid
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError, WorkerLostError
@@ -73,20 +72,15 @@ def test_what_an_env_started_ends_with_it_although_the_monitor_is_dead() -> None
 LIMITED = Deadlines(step=0.5, reset=0.5)
 
 
-class HangingEnv(CounterEnv):
-    def step(self, action: Any) -> Any:
-        if action == 0:
-            threading.Event().wait()
-        return super().step(action)
-
-
 def reason_of(info: dict[str, Any]) -> str:
     return str(info["multienv"]["reason"])
 
 
 def test_a_deadline_holds_though_the_monitor_is_killed() -> None:
     policy = RestartPolicy(on_timeout="truncate")  # the worker dies with the monitor: that is replayed
-    with SubprocessEnv(HangingEnv, deadlines=LIMITED, restart=policy) as env:
+    with SubprocessEnv(
+        partial(FaultyEnv, fault=Fault("hang", "step", action=0)), deadlines=LIMITED, restart=policy
+    ) as env:
         env.reset(seed=0)
         env.step(1)
         os.kill(monitor_pid(), signal.SIGKILL)
@@ -122,7 +116,7 @@ def test_a_launch_survives_monitors_that_die_one_after_the_other(kill_monitors: 
     with SubprocessEnv(CounterEnv, restart=REPLAYED) as env:
         env.reset(seed=0)
         env.step(1)
-        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        kill_worker(env)
         kill_monitors(count)
         observation, _, _, truncated, _ = env.step(1)
         assert (int(observation[0]), truncated) == (2, False)
@@ -137,7 +131,7 @@ def test_a_launch_is_given_up_with_a_reason_where_all_monitors_die(kill_monitors
     with env:
         env.reset(seed=0)
         env.step(1)
-        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        kill_worker(env)
         kill_monitors(math.inf)
         _, _, _, truncated, info = env.step(1)
         assert truncated

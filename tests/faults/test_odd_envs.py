@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from functools import partial
-from typing import Any
 
-import numpy as np
 import pytest
+from fault_envs import ClosingEnv, Forking, Nesting, Truncating
 
 from invariants.faces import Face, assert_as_without_losses, counts
 from kit import CounterEnv, descendants, is_alive
@@ -18,29 +16,6 @@ from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import WorkerLostError
 
 # --- an env that forks, and whose child comes back out of the env's method -------------------------------------
-
-
-class Forking(CounterEnv):
-    """Forks in each step and in each call of `fork`."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__(horizon=7)
-        self.way = way
-
-    def step(self, action: Any) -> Any:
-        result = super().step(action)
-        return self.fork(result)
-
-    def fork(self, result: Any) -> Any:
-        if os.fork() == 0:
-            if self.way == "raise":
-                raise ValueError("in the child")
-            if self.way == "exit":
-                raise SystemExit(3)
-            if self.way == "fork again":
-                os.fork()
-            return np.zeros(4, np.float32), -1.0, False, False, {"child": True}
-        return result
 
 
 def no_child_is_left(*pids: int) -> bool:
@@ -70,25 +45,6 @@ def test_a_child_that_comes_back_answers_nothing_and_writes_over_no_other_env(ki
         assert becomes_true(lambda: no_child_is_left(*face.pids()))
 
 
-class Nesting(CounterEnv):
-    """Uses multienv itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = SubprocessEnv(CounterEnv).initialize()
-
-    def reset(self, **options: Any) -> Any:
-        self.inner.reset(seed=0)
-        return super().reset(**options)
-
-    def step(self, action: Any) -> Any:
-        observation, *others = super().step(action)
-        return observation + self.inner.step(action)[0], *others
-
-    def close(self) -> None:
-        self.inner.close()
-
-
 def test_an_env_may_have_subprocess_envs_of_its_own() -> None:
     with SubprocessEnv(Nesting) as env:
         env.reset(seed=0)
@@ -97,16 +53,6 @@ def test_an_env_may_have_subprocess_envs_of_its_own() -> None:
 
 
 # --- an env that closes the worker's descriptors, or uses its timer ---------------------------------------------
-
-
-class ClosingEnv(CounterEnv):
-    """With action 3 it closes the descriptors of its process, which ends of that as soon as it waits for a request."""
-
-    def step(self, action: Any) -> Any:
-        transition = super().step(action)
-        if action == 3:
-            os.closerange(3, 100)
-        return transition
 
 
 def test_step_that_closes_the_workers_descriptors_is_answered_and_the_next_one_truncated() -> None:
@@ -127,17 +73,6 @@ def test_step_that_closes_the_workers_descriptors_is_answered_and_the_next_one_t
             env.reset(seed=2)
         env.reset(seed=2)
         assert env.step(2)[0][0] == 1
-
-
-class Truncating(CounterEnv):
-    """Cuts off whatever its process has open, its third step long, as daemons do that empty their log files."""
-
-    def step(self, action: Any) -> Any:
-        if self.episode_step == 2:
-            for descriptor in range(3, 64):
-                with contextlib.suppress(OSError):
-                    os.ftruncate(descriptor, 0)
-        return super().step(action)
 
 
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])

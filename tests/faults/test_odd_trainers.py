@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fault_envs import LimitsEnv
 
 from kit import CounterEnv, is_alive, monitor_pid, monitor_process
 from kit.trainer_process import becomes_true, run
@@ -242,13 +243,6 @@ def test_children_in_another_pid_namespace_are_refused() -> None:
 
 
 # --- a trainer whose descriptors, or files, are limited --------------------------------------------------------
-
-
-class LimitsEnv(CounterEnv):
-    """Tells the limits of its process."""
-
-    def limits_here(self) -> list[tuple[int, int]]:
-        return [resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)]
 
 
 def descriptors() -> int:

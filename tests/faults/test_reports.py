@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, SpaceEnv
+from kit import CounterEnv, SpaceEnv, kill_worker
 from kit.trainer_process import STUCK_AFTER
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.cli.env_functions import env_functions
@@ -28,7 +27,7 @@ from multienv.errors import UsageError, WorkerLostError
 from multienv.events import Recovery
 from multienv.reports import store
 from multienv.reports.read import load
-from multienv.wire.banks import HEAD, split_entries
+from multienv.wire.banks import split_entries
 from multienv.wire.messages import message_of
 
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
@@ -81,7 +80,7 @@ def test_a_kill_that_is_healed(reports: Path) -> None:
 def lose_one(env_fn: Any = CounterEnv, action: Any = 0, **options: Any) -> Recovery:
     with SubprocessEnv(env_fn, restart=RAISE, **options) as env:
         env.reset(seed=0)
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         with pytest.raises(WorkerLostError):
             env.step(action)
         recovery = env.statistics().last_recovery
@@ -150,24 +149,20 @@ def test_the_oldest_are_dropped_until_all_take_a_quarter_of_a_gibibyte(reports: 
     assert kept == [f"20200101-000000-{number:06}-1-1-env0.pickle" for number in range(3, 10)]
 
 
-def test_of_a_journal_that_is_too_large_for_a_report_the_end_is_kept(reports: Path) -> None:
+def test_a_journal_that_is_too_large_for_a_report_leaves_the_document_alone(reports: Path) -> None:
     actions = gymnasium.spaces.Box(-1, 1, (2**16,), np.float32)
     policy = RestartPolicy(on_crash="raise", journal_limit=2**27)
     with SubprocessEnv(partial(SpaceEnv, action_space=actions, horizon=200), restart=policy) as env:
         env.reset(seed=0)
         for number in range(150):
             env.step(np.full(actions.shape, number / 150, np.float32))
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         with pytest.raises(WorkerLostError) as caught:
             env.step(np.ones(actions.shape, np.float32))
     path = Path(caught.value.report)
-    pickled, document = path.with_suffix(".pickle"), json.loads(path.read_text())
-    assert 30 * 2**20 < path.stat().st_size + pickled.stat().st_size <= 32 * 2**20
-    report, requests = pickle.loads(pickled.read_bytes()), document["journal"]["requests"]
-    entries = list(split_entries(report.replay.entries, report.end))
-    assert [entry.number for entry in entries] == list(range(entries[-1].number + 1 - requests, entries[-1].number + 1))
-    assert np.frombuffer(entries[-1].record, np.float32, 1, HEAD.size) == np.float32(149 / 150)
-    with pytest.raises(UsageError, match=rf"32 MiB at most, and has only the last {requests} of 151 requests"):
+    assert not path.with_suffix(".pickle").exists()
+    assert json.loads(path.read_text())["journal"] == {"requests": 151, "steps": 150}
+    with pytest.raises(UsageError, match="a report takes 32 MiB at most, and the record of its 151 requests 76"):
         load(path)
 
 
@@ -195,7 +190,7 @@ def test_a_directory_that_cannot_be_is_said_once_and_breaks_nothing(
         env.reset(seed=0)
         for _ in range(3):
             env.step(0)
-            os.kill(env.statistics().pid, signal.SIGKILL)
+            kill_worker(env)
             env.step(0)
             store.settle()
         assert env.statistics().exact_recoveries == 3
@@ -216,7 +211,7 @@ def full_disk() -> Iterator[None]:
 def test_a_full_disk_leaves_nothing_half(tmp_path: Path, full_disk: None, caplog: pytest.LogCaptureFixture) -> None:
     with SubprocessEnv(CounterEnv, restart=RAISE, reports=tmp_path) as env:
         env.reset(seed=0)
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
         with pytest.raises(WorkerLostError):
@@ -228,12 +223,11 @@ def test_a_full_disk_leaves_nothing_half(tmp_path: Path, full_disk: None, caplog
 
 def test_at_the_end_of_the_interpreter_all_are_written(reports: Path) -> None:
     script = """if True:
-        import os, signal
         from multienv import SubprocessEnv
-        from kit import CounterEnv
+        from kit import CounterEnv, kill_worker
         env = SubprocessEnv(CounterEnv).initialize()
         env.reset(seed=0)
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         env.step(0)
     """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -250,7 +244,7 @@ def test_a_forked_child_writes_none_of_the_trainers(reports: Path, monkeypatch: 
     monkeypatch.setattr(store, "write", wait_and_write)
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         env.step(0)  # the report waits in the trainer
         child = multiprocessing.get_context("fork").Process(target=store.settle)
         child.start()

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import random
-import resource
 import signal
-import socket
-import subprocess
-import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -19,11 +12,13 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
+from fault_envs import Alarmed, ForkShyEnv, Obstructed, filling
 
 from invariants.faces import Face, assert_as_without_losses, counts
-from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
+from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, kill_worker, monitor_pid
+from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
-from multienv import RestartPolicy, SerialEnv, SubprocessEnv, SubprocessVectorEnv
+from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ClosedError, UsageError
 from multienv.events import Event, Recovery
 from multienv.processes.launcher import Launch
@@ -49,10 +44,6 @@ class Rungs:
 
 def pid_of(env: SubprocessEnv) -> int:
     return env.statistics().pid or 0
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
 
 
 def settled(env: SubprocessEnv) -> int:
@@ -83,33 +74,12 @@ def test_a_woken_snapshot_leaves_another_one_in_its_place_at_once() -> None:
         for _ in range(5):
             settled(env)
             pids.add(pid_of(env))
-            kill(pid_of(env))
+            kill_worker(env)
             seen += steps(env, 1)
         assert [int(one[0][0]) for one in seen] == list(range(1, 1106))
         assert len(pids) == 5
     assert rungs.seen == ["snapshot"] * 5
     assert [one.loss.exit_code for one in rungs.recoveries] == [-9] * 5
-
-
-class Alarmed(CounterEnv):
-    """Goes by a timer, which it sets once, and whose signal it takes."""
-
-    def __init__(self) -> None:
-        super().__init__(horizon=None)
-        self.method = 0
-        signal.signal(signal.SIGALRM, self.ring)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
-
-    def ring(self, *_: Any) -> None:
-        self.method += 1
-
-    def step(self, action: Any) -> Any:
-        before = self.method
-        while self.method == before:
-            signal.pause()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-        return super().step(action)
 
 
 def test_handlers_and_timers_are_what_they_were() -> None:
@@ -119,7 +89,7 @@ def test_handlers_and_timers_are_what_they_were() -> None:
         for rung in ("snapshot", "restored"):
             kept = env.snapshot()
             if rung == "snapshot":
-                kill(pid_of(env))
+                kill_worker(env)
             else:
                 env.restore(kept)
             seen += steps(env, 10)
@@ -135,24 +105,13 @@ def test_a_snapshot_that_nobody_wants_ends() -> None:
         env.reset(seed=0)
         steps(env, 7)
         snapshot = settled(env)
-        kill(pid_of(env))
+        kill_worker(env)
         with pytest.raises(Exception, match="SIGKILL"):
             env.step(np.int64(1))
         assert becomes_true(lambda: not is_alive(snapshot))
 
 
 # --- an env that strays --------------------------------------------------------------------------------
-
-
-class ForkShyEnv(CounterEnv):
-    """Is not what it was in a forked copy."""
-
-    def __init__(self, **counter: Any) -> None:
-        super().__init__(**counter)
-        os.register_at_fork(after_in_child=self._be_another)
-
-    def _be_another(self) -> None:
-        self.offset += 1.0
 
 
 def test_an_env_that_a_snapshot_does_not_bring_back_costs_the_others_of_its_process_nothing() -> None:
@@ -172,70 +131,18 @@ def test_an_env_that_a_snapshot_does_not_bring_back_costs_the_others_of_its_proc
 # --- when there is none ------------------------------------------------------------------------------------
 
 
-class Fills(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Ends its process in each step once it has been reset ten times in it, as with a table of handles that is full."""
-
-    resets = 0
-
-    def reset(self, **options: Any) -> Any:
-        self.resets += 1
-        return super().reset(**options)
-
-    def step(self, action: Any) -> Any:
-        if self.resets > 10:
-            os.abort()
-        time.sleep(0.002)  # or the worker is young for all the test, and has no reset to begin at
-        return super().step(action)
-
-
-def filling() -> gymnasium.Env[Any, Any]:
-    return Fills(gymnasium.make("CartPole-v1"))
-
-
 @pytest.mark.parametrize("restart", [RestartPolicy(), OFTEN, RestartPolicy(snapshots=False)], ids=str)
 @pytest.mark.parametrize("envs", [1, 3])
 def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_past(
     envs: int, restart: RestartPolicy
 ) -> None:
     """A snapshot, and a replay of the whole past, would end in the same step again, and so would each later step."""
-    steps = 400
     plain = gymnasium.vector.SyncVectorEnv([partial(gymnasium.make, "CartPole-v1")] * envs)
     with SubprocessVectorEnv([filling] * envs, envs_per_worker=envs, restart=restart, reports="") as ours:
-        ours.action_space.seed(1)
-        assert first_difference(ours.reset(seed=1)[0], plain.reset(seed=1)[0]) is None
-        for _ in range(steps):
-            actions = ours.action_space.sample()
-            assert first_difference(ours.step(actions)[:4], plain.step(actions)[:4]) is None
+        run_side_by_side(ours, plain, 300)
         told = ours.statistics()[0]
     assert told.truncated_recoveries == 0
     assert told.losses > 0
-
-
-class Obstructed(CounterEnv):
-    """Has what would not survive a fork, from its first reset on."""
-
-    def __init__(self, obstacle: str) -> None:
-        super().__init__(horizon=None)
-        self.obstacle = obstacle
-        self.held: Any = None
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        if self.obstacle == "threads":
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
-        elif self.obstacle == "child processes":
-            self.held = subprocess.Popen(["sleep", "1000"])
-        elif self.obstacle == "sockets":
-            self.held = socket.socketpair()
-        elif self.obstacle == "pipes":
-            self.held = os.pipe()
-        elif self.obstacle == "shared memory":
-            self.held = mmap.mmap(-1, 4096)
-        elif self.obstacle == "the fork failed":  # no descriptor is left
-            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-            with contextlib.suppress(OSError):
-                while True:
-                    os.open(os.devnull, os.O_RDONLY)
-        return super().reset(seed=seed, options=options)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -249,7 +156,7 @@ def test_an_env_that_cannot_be_forked_has_none(obstacle: str) -> None:
         seen = steps(env, 10)
         assert env.statistics().no_snapshots == obstacle
         assert env.statistics().snapshots == 0
-        kill(pid_of(env))
+        kill_worker(env)
         seen += steps(env, 10)
         assert [int(one[0][0]) for one in seen] == list(range(1, 21))
     assert rungs.seen == ["journal"]
@@ -278,7 +185,7 @@ def test_each_branch_is_the_trajectory_that_leads_there(env_id: str, options: An
             for action in branch[:-1]:
                 env.step(action)
                 if kills and dice.random() < 0.3:
-                    kill(pid_of(env))
+                    kill_worker(env)
             seen = env.step(branch[-1])
             path = path + branch
             bare = env_fn()  # a new one: its state may outlive an episode
@@ -376,7 +283,3 @@ def test_wrong_calls() -> None:
         with pytest.raises(UsageError, match="pending"):
             env.restore(token)
         assert env.step_wait()[0][0] == 1
-    with SerialEnv(ENDLESS) as env:  # in the trainer's own process
-        env.reset(seed=0)
-        with pytest.raises(UsageError, match="forked"):
-            env.snapshot()

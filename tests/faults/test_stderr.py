@@ -10,23 +10,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+from fault_envs import LINES, TalkativeEnv
 
-from kit import Fault, FaultyEnv, SlowEnv, is_alive
+from kit import Fault, SlowEnv, is_alive
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import WorkerHungError
 
 # More than a pipe holds.
-LINES = [b"line %05d of what a simulator has to say on its stderr" % number for number in range(4000)]
-
-
-class TalkativeEnv(FaultyEnv):
-    """Says much in each step."""
-
-    def step(self, action: Any) -> Any:
-        for line in LINES:
-            os.write(2, line + b"\n")
-        return super().step(action)
 
 
 def run(function: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,24 +9,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from fault_envs import Float64Env
 from gymnasium import spaces
 
+from kit import kill_worker
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 
 POLICY = RestartPolicy(snapshot_every=20)
-
-
-class Float64Env(gymnasium.Env[Any, Any]):
-    def __init__(self) -> None:
-        self.observation_space = spaces.Dict({"a": spaces.Box(-1, 1, (2,), np.float64)})
-        self.action_space = spaces.Box(-1, 1, (1,), np.float64)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        return {"a": self.np_random.random(2)}, {}
-
-    def step(self, action: Any) -> Any:
-        return {"a": self.np_random.random(2) + action}, float(action[0]), False, False, {}
 
 
 def set_dtype(space: spaces.Dict) -> None:
@@ -37,11 +24,6 @@ def set_dtype(space: spaces.Dict) -> None:
 
 def narrow(space: spaces.Dict) -> None:
     space["a"].low[:] = 0  # type: ignore[attr-defined]
-
-
-def kill(pid: int | None) -> None:
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("write", [set_dtype, narrow])
@@ -54,7 +36,7 @@ def test_a_loss_after_it(write: Callable[[Any], None], tmp_path: Path) -> None:
         for _ in range(30):
             bare.step(np.array([0.3]))
             env.step(np.array([0.3]))
-        kill(env.statistics().pid)
+        kill_worker(env)
         expected, shown = bare.step(np.array([0.3])), env.step(np.array([0.3]))
         np.testing.assert_array_equal(shown[0]["a"], expected[0]["a"], strict=True)
         assert shown[1:] == expected[1:]
@@ -78,7 +60,7 @@ def test_a_loss_in_a_batch_after_it(mode: str) -> None:
         envs.single_action_space.dtype = np.dtype(np.float32)
         for step in range(30):
             if step in (2, 28):
-                kill(envs.statistics()[0].pid)
+                kill_worker(envs)
             expected, shown = calm.step([np.array([0.3])] * 2), envs.step([np.array([0.3])] * 2)
             np.testing.assert_array_equal(shown[0]["a"], expected[0]["a"], strict=True)
             np.testing.assert_array_equal(shown[1], expected[1], strict=True)

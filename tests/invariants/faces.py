@@ -61,10 +61,13 @@ class Face:
         kind: ``"subprocess_env"`` (a single env), ``"multi_env"`` or ``"vector_env"`` (all envs in one process); or
             ``"async_env"``, which is stepped as a ``SubprocessEnv``, and is of that kind from then on.
         env_fns: What builds the envs; where there is one, it is built by the first.
+        autoreset_mode: Of several envs.
         options: Of the face.
     """
 
-    def __init__(self, kind: str, env_fns: Sequence[Callable[[], Any]], **options: Any) -> None:
+    def __init__(
+        self, kind: str, env_fns: Sequence[Callable[[], Any]], autoreset_mode: str = "DISABLED", **options: Any
+    ) -> None:
         single = {"subprocess_env": SubprocessEnv, "async_env": InLoop}
         self.kind = "subprocess_env" if kind in single else kind
         self.num_envs = 1 if kind in single else len(env_fns)
@@ -77,10 +80,11 @@ class Face:
                 self.envs.close()
                 raise
         elif kind == "multi_env":
-            self.envs = MultiEnv(create_subprocess_envs(self.env_fns, **options), autoreset_mode="DISABLED")
+            options.pop("envs_per_worker", None)
+            self.envs = MultiEnv(create_subprocess_envs(self.env_fns, **options), autoreset_mode=autoreset_mode)
         else:
             settings = {"envs_per_worker": self.num_envs, **options}
-            self.envs = SubprocessVectorEnv(self.env_fns, autoreset_mode="DISABLED", **settings)
+            self.envs = SubprocessVectorEnv(self.env_fns, autoreset_mode=autoreset_mode, **settings)
 
     @classmethod
     def around(cls, kind: str, envs: Any, num_envs: int) -> Face:

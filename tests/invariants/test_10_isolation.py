@@ -7,9 +7,7 @@ recorded shows twice: in the crash report, and in a recovery after which the env
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 from faces import KINDS, Face, counts
 
-from kit import GlobalRandomEnv, Transition, assert_same_trajectory
+from kit import GlobalRandomEnv, Transition, assert_same_trajectory, kill_worker
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import (
     AsyncSubprocessEnvManager,
@@ -94,7 +92,7 @@ def test_a_new_life_of_the_envs_is_the_same_in_each_run_too() -> None:
         with SubprocessEnv(ENV, restart=RestartPolicy(on_crash="truncate")) as env:
             env.reset(seed=1)
             drawn = [env.call("draws")]
-            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            kill_worker(env)
             assert env.step(1)[3]
             env.reset(seed=1)
             return [*drawn, env.call("draws")]

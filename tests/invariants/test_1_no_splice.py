@@ -6,7 +6,6 @@ snapshot, so each kill must end their episode; the others must go on as if nothi
 
 from __future__ import annotations
 
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -15,10 +14,7 @@ from faces import KINDS, RAISE, REPLAY, Face, assert_as_without_losses, counts
 
 from kit import CounterEnv, NondeterministicEnv, assert_no_splice
 from multienv import (
-    MultiEnv,
     RestartPolicy,
-    SubprocessVectorEnv,
-    create_subprocess_envs,
 )
 from multienv.errors import MultienvError, ResetNeededError
 
@@ -58,15 +54,9 @@ def test_a_killed_worker_splices_no_episodes(kind: str, env_fn: Any, policy: Res
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
 @pytest.mark.parametrize("kind", ["multi_env", "vector_env"])
 def test_a_lost_episode_ends_before_the_autoreset_begins_the_next(kind: str, mode: str) -> None:
-    envs: Any
-    if kind == "multi_env":
-        envs = MultiEnv(create_subprocess_envs([UNREPEATABLE] * 2, restart=REPLAY), autoreset_mode=mode)
-    else:
-        envs = SubprocessVectorEnv([UNREPEATABLE] * 2, envs_per_worker=1, autoreset_mode=mode, restart=REPLAY)
-    with closing(envs):
-        envs.reset(seed=0)
-        last = [envs.step([0, 1])[0] for _ in range(3)][-1]
-        face = Face.around(kind, envs, 2)
+    with Face(kind, [UNREPEATABLE] * 2, mode, envs_per_worker=1, restart=REPLAY) as face:
+        face.reset(seed=0)
+        last = [[row.observation for row in face.step([0, 1])] for _ in range(3)][-1]
         face.signal(worker=0)
         (broken, other) = face.step([2, 3])
         assert other.observation[0] == 4

@@ -7,34 +7,23 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ale_py
 import gymnasium
 import numpy as np
 import pytest
 from faces import AND_ASYNC, Face, assert_as_without_losses, counts
+from invariant_envs import DrawingEnv, pong
 
-from kit import CounterEnv, Fault, FaultyEnv, first_difference
+from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, first_difference
 from multienv import Deadlines, Recovery, RestartPolicy
 from multienv.testing import Killer
 
 POLICIES = {"snapshot": RestartPolicy(snapshot_every=4, backoff=0.0), "journal": RestartPolicy(snapshots=False)}
-
-
-class DrawingEnv(CounterEnv):
-    """Draws in its infos and in calls too; a short one and one of milliseconds, in which a kill can fall."""
-
-    def _info(self) -> dict[str, Any]:
-        return {"luck": float(self.np_random.normal())}
-
-    def draw(self, count: int = 1) -> float:
-        return float(self.np_random.random(count).sum())
 
 
 def run_program(face: Face, seed: int, goes_on: Callable[[int], bool]) -> list[Any]:
@@ -105,19 +94,12 @@ def test_every_way_to_lose_a_worker_is_made_good(kind: str, manner: Any, marker:
         assert_as_without_losses(face, records, actions, 8)
 
 
-class TakesAMillisecond(CounterEnv):
-    """So that its past soon takes longer than is replayed whole."""
-
-    def step(self, action: Any) -> Any:
-        time.sleep(0.001)
-        return super().step(action)
-
-
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly(kind: str) -> None:
+    """The steps take a millisecond, so that the past soon takes longer than is replayed whole."""
     # With a limit of memory more resets are told of.
     policy = RestartPolicy(snapshots=False, begins_anew=True, max_rss=2**40)
-    with Face(kind, [partial(TakesAMillisecond, horizon=None)] * 2, restart=policy) as face:
+    with Face(kind, [partial(SlowEnv, step_seconds=0.001, horizon=None)] * 2, restart=policy) as face:
         actions, lost = counts(6, 2), (20, 29)
         for seed in range(30):
             kill = face.signal if seed in lost else int
@@ -139,11 +121,6 @@ def test_what_has_been_returned_stays_as_it_was(kind: str) -> None:
         kept = copy.deepcopy(returned)
         face.record(counts(12, 2), 1)
         assert first_difference(returned, kept) is None
-
-
-def pong() -> Any:
-    gymnasium.register_envs(ale_py)
-    return gymnasium.make("ALE/Pong-v5")
 
 
 @pytest.mark.parametrize(

@@ -7,45 +7,27 @@ import logging
 import math
 import os
 import signal
-import threading
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from faces import Face, counts
+from invariant_envs import CountsResets, DelayedByPipe, MemoryEnv, with_thread
 
-from kit import CounterEnv
+from kit import CounterEnv, kill_worker
 from kit.monitor import monitor_pid
 from multienv import (
-    MultiEnv,
     Recovery,
     Recycled,
     RestartPolicy,
     SubprocessEnv,
-    SubprocessVectorEnv,
-    create_subprocess_envs,
     flat_statistics,
 )
 from multienv.errors import NotRestoredError
 from multienv.recovery import journal, supervisor
 
 NO_SNAPSHOTS = {"snapshots": False, "backoff": 0.0}
-
-
-class MemoryEnv(CounterEnv):
-    """Counts all its steps, which a reset does not end; from some step on what it draws depends on the count."""
-
-    def __init__(self, shows_after: float = math.inf, horizon: int = 5) -> None:
-        super().__init__(horizon=horizon, count_episodes=False)
-        self.shows_after, self.steps_ever = shows_after, 0
-
-    def step(self, action: Any) -> Any:
-        self.steps_ever += 1
-        return super().step(action)
-
-    def _next_draw(self) -> float:
-        shown = 0.001 * self.steps_ever if self.steps_ever >= self.shows_after else 0.0
-        return super()._next_draw() + shown
 
 
 @pytest.fixture
@@ -144,26 +126,13 @@ def test_replay_of_an_env_that_begins_anew_is_exact_if_the_user_says_so(dear: No
     assert max(event.replayed for event in play.events if isinstance(event, Recovery)) <= 12, "not the shortest replay"
 
 
-@pytest.mark.parametrize("batch", [False, True])
-def test_start_is_proven_by_a_whole_episode(batch: bool, dear: None) -> None:
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
+def test_start_is_proven_by_a_whole_episode(kind: str, dear: None) -> None:
     """In an episode that has lasted for long, the replay begins with the one before."""
-    env_fn = partial(MemoryEnv, horizon=700)
     restart = RestartPolicy(snapshots=False, journal_limit=2**20, replay_limit=10.0)
     events: list[Any] = []
-    if batch:
-        env: Any = SubprocessVectorEnv([env_fn] * 2, envs_per_worker=2, restart=restart, hooks=[events.append])
-        action: Any = np.zeros(2, np.int64)
-    else:
-        env, action = SubprocessEnv(env_fn, restart=restart, hooks=[events.append]), 0
-    with env:
-        env.reset(seed=1)
-        for _ in range(1350):
-            _, _, ended, *_ = env.step(action)
-            if not batch and ended:
-                env.reset()
-        told = env.statistics()[0] if batch else env.statistics()
-        os.kill(told.pid, signal.SIGKILL)
-        env.step(action)
+    with Face(kind, [partial(MemoryEnv, horizon=700)] * 2, restart=restart, hooks=[events.append]) as face:
+        face.record(counts(1351, 2), 1, lambda step: face.signal() if step == 1350 else None)
     (recovery,) = [event for event in events if isinstance(event, Recovery)]
     assert recovery.outcome == "exact"
     assert recovery.replayed > 1300
@@ -188,9 +157,7 @@ def test_deaths_however_soon_after_each_other_are_exact(dear: None) -> None:
     def strike(event: Any) -> None:
         if isinstance(event, Recovery) and left[0]:
             left[0] -= 1
-            victim = play.env.statistics().pid
-            assert victim
-            os.kill(victim, signal.SIGKILL)
+            kill_worker(play.env)
 
     play.env._supervisor.record._hooks += (strike,)
     play.walk(300, kills=[*range(60, 300, 50)]).close()
@@ -203,11 +170,6 @@ def test_replay_that_strays_is_tried_from_the_construction(dear: None, caplog: A
     play.walk(80, kills=[61]).close()
     assert (play.outcomes(), play.differs) == (["exact"], None)
     assert caplog.text.count("carries memory across resets") == 1
-
-
-def with_thread(shows_after: float) -> MemoryEnv:
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-    return MemoryEnv(shows_after)
 
 
 def test_env_that_cannot_be_forked_is_replayed_from_its_construction_while_that_is_affordable() -> None:
@@ -224,47 +186,14 @@ def test_loss_of_worker_and_snapshot_is_replayed_or_truncated_and_never_called_e
         assert (play.differs is None) == (shows_after == math.inf) or expected == "truncated"
 
 
-class CountsResets(CounterEnv):
-    """Counts its resets, those that raise too, and gives that number as a reward in the end."""
-
-    def __init__(self) -> None:
-        super().__init__(horizon=15, count_episodes=False)
-        self.resets = 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.resets += 1
-        if options:
-            raise ValueError("there is no such map")
-        return super().reset(seed=seed)
-
-    def step(self, action: Any) -> Any:
-        observation, reward, ended, *rest = super().step(action)
-        return (observation, float(self.resets) if ended else reward, ended, *rest)
-
-
-@pytest.mark.parametrize("batch", [False, True])
-def test_replay_from_the_construction_repeats_resets_that_raised(batch: bool) -> None:
-    restart = RestartPolicy(accept="exact", snapshots=False)
-    if batch:
-        env: Any = SubprocessVectorEnv([CountsResets] * 2, envs_per_worker=2, restart=restart)
-    else:
-        env = SubprocessEnv(CountsResets, restart=restart)
-        env.initialize()
-    action: Any = np.zeros(2, np.int64) if batch else 0
-    with env:
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
+def test_replay_from_the_construction_repeats_resets_that_raised(kind: str) -> None:
+    with Face(kind, [CountsResets] * 2, restart=RestartPolicy(accept="exact", snapshots=False)) as face:
         with pytest.raises(ValueError, match="no such map"):
-            env.reset(options={"bad": 1})
-        env.reset(seed=1)
-        for step in range(15):
-            if step == 5:
-                victim = (env.statistics()[0] if batch else env.statistics()).pid
-                assert victim
-                os.kill(victim, signal.SIGKILL)
-            _, reward, ended, *_ = env.step(action)
-        assert np.all(ended)
-        assert np.all(np.equal(reward, 2.0))
-        told = env.statistics()[0] if batch else env.statistics()
-        assert told.exact_recoveries == 1
+            face.envs.reset(options={"bad": 1})
+        records = face.record(counts(15, 2), 1, lambda step: face.signal() if step == 5 else None)
+        assert [(record[-1].ended, record[-1].reward) for record in records] == [(True, 2.0)] * face.num_envs
+        assert face.statistics()[0].exact_recoveries == 1
 
 
 def test_replay_that_has_forgotten_an_attribute_is_not_exact_whatever_the_user_says(
@@ -279,24 +208,6 @@ def test_replay_that_has_forgotten_an_attribute_is_not_exact_whatever_the_user_s
         play.env.call("poke", 0.0)
     play.walk(40, kills=[33]).close()
     assert play.outcomes() == ["replayed"]
-
-
-class DelayedByPipe(MemoryEnv):
-    """Keeps its last observations in a pipe."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends = os.pipe()
-        os.write(self.ends[1], bytes(3))
-
-    def step(self, action: Any) -> Any:
-        os.write(self.ends[1], bytes([int(action)]))
-        observation, _, *rest = super().step(action)
-        return (observation, float(os.read(self.ends[0], 1)[0]), *rest)
-
-    def close(self) -> None:
-        for end in self.ends:
-            os.close(end)
 
 
 def test_env_that_keeps_something_in_a_pipe_is_not_forked() -> None:
@@ -326,26 +237,18 @@ def test_kept_snapshot_that_is_gone_is_replayed_from_a_reset_with_a_warning_or_r
 # --- a memory that shows is remembered ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("face", ["MultiEnv", "batch"])
-def test_memory_that_has_shown_in_one_worker_is_known_to_all_of_its_batch(face: str, dear: None, caplog: Any) -> None:
+@pytest.mark.parametrize("kind", ["multi_env", "vector_env"])
+def test_memory_that_has_shown_in_one_worker_is_known_to_all_of_its_batch(kind: str, dear: None, caplog: Any) -> None:
     events: list[Any] = []
     env_fns = [partial(MemoryEnv, shows_after) for shows_after in (20, math.inf)]
     options: dict[str, Any] = {"restart": RestartPolicy(begins_anew=True, **NO_SNAPSHOTS), "hooks": [events.append]}
-    if face == "batch":
-        envs: Any = SubprocessVectorEnv(env_fns, envs_per_worker=1, **options)
-    else:
-        envs = MultiEnv(create_subprocess_envs(env_fns, **options), autoreset_mode="NEXT_STEP")
-    actions: Any = np.zeros(2, np.int64) if face == "batch" else [0, 0]
-    try:
-        envs.reset(seed=1)
+    victims = {30: 1, 60: 0, 75: 0, 90: 1}
+    with Face(kind, env_fns, "NEXT_STEP", envs_per_worker=1, **options) as face:
+        face.reset(seed=1)
         for step in range(120):
-            if step in (30, 60, 75, 90):
-                victim = envs.statistics()[{30: 1, 60: 0, 75: 0, 90: 1}[step]].pid
-                assert victim
-                os.kill(victim, signal.SIGKILL)
-            envs.step(actions)
-    finally:
-        envs.close()
+            if step in victims:
+                face.signal(worker=victims[step])
+            face.step([0, 0])
     outcomes = [(event.loss.envs[0], event.outcome) for event in events if isinstance(event, Recovery)]
     assert outcomes[0] == (1, "exact"), "it begins anew, says the user"
     assert outcomes[1] == (0, "truncated"), "it does not"

@@ -6,9 +6,6 @@ Each test makes exactness impossible, and then wants the truncation; or leaves i
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,51 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from faces import AND_ASYNC, KINDS, REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
+from invariant_envs import FileEnv, HiddenGoalEnv, WideEnv
 
-from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEnv, descendants, is_alive
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEnv, descendants, is_alive, kill_worker
 from kit.trainer_process import becomes_true
 from multienv import Recovery, Recycled, RestartPolicy, SubprocessVectorEnv
 from multienv.errors import WorkerLostError
 from multienv.recovery import supervisor
 
 STAY = np.zeros(3, np.int64)
-
-
-class FileEnv(CounterEnv):
-    """Adds to a file with each step, and shows how long it is: a replay writes again what has been written."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(horizon=None)
-        self.path = path
-
-    def step(self, action: Any) -> Any:
-        with Path(self.path).open("ab") as file:
-            file.write(b".")
-        return super().step(action)
-
-    def _next_draw(self) -> float:
-        return super()._next_draw() + (Path(self.path).stat().st_size if Path(self.path).exists() else 0)
-
-
-class WideEnv(NondeterministicEnv):
-    """Observes float64 where its space says float32: of a single env that travels as a payload."""
-
-    def _observe(self) -> Any:
-        return super()._observe().astype(np.float64)
-
-
-class HiddenGoalEnv(CounterEnv):
-    """Draws in ``reset()``, from a generator that all envs of the process share, what its last reward alone shows."""
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        if seed is not None:
-            random.seed(seed)
-        self.goal = random.random()
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> Any:
-        observation, _, terminated, truncated, info = super().step(action)
-        return observation, self.goal if terminated else 0.0, terminated, truncated, info
 
 
 def unrepeatable(what: str, directory: Path) -> Any:
@@ -210,7 +171,7 @@ def test_what_envs_draw_from_generators_that_they_share_is_never_taken_for_exact
             one.reset(seed=5)
         for step in range(400):
             if way == "killed" and step == 200:
-                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+                kill_worker(envs)
             (_, *told, infos), (_, *expected, _) = envs.step(STAY), twin.step(STAY)
             if told[2].any():
                 assert (way, step) == ("killed", 200)
@@ -237,6 +198,6 @@ def test_a_replay_in_which_envs_draw_what_they_drew_from_shared_generators_is_ex
             one.reset(seed=5)
         for step in range(400):
             if step in (200, 333):
-                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+                kill_worker(envs)
             assert all(map(np.array_equal, envs.step(STAY)[:4], twin.step(STAY)[:4])), step
         assert envs.statistics()[0].exact_recoveries == 2

@@ -8,28 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faces import KINDS, RAISE, REPLAY, Face, assert_as_without_losses, counts
+from invariant_envs import EchoEnv
 
 from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, is_alive
 from kit.trainer_process import becomes_true
 from multienv import AsyncSubprocessEnvManager, Deadlines, RestartPolicy
 from multienv.errors import CallPendingError, MultienvError, WaitTimeout
-
-
-class EchoEnv(CounterEnv):
-    """Gives back what it is called with: at once, late, or not at all."""
-
-    def echo(self, number: int, how: str = "") -> int:
-        if how == "raise":
-            raise KeyError(number)
-        time.sleep({"late": 0.05, "never": 3600}.get(how, 0))
-        return number
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,8 +17,10 @@ from typing import Any
 
 import pytest
 from faces import AND_ASYNC, RAISE, REPLAY, Face
+from invariant_envs import MarksTheSecondLife, WaitsForTheSecondLife, hangs_in_its_second_life
 
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, is_alive, monitor_pid
+from kit.gates import gated_from_the_second_time
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, SyncSubprocessEnvManager
 from multienv.errors import ClosedError, WaitTimeout, WorkerHungError
@@ -88,7 +89,7 @@ def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str
 def test_each_env_of_a_process_has_the_whole_deadline_for_itself() -> None:
     """Four envs in a process take twice the deadline together; the last but one hangs when the others have had theirs."""
     slow = partial(SlowEnv, step_seconds=0.3)
-    env_fns = [slow, slow, partial(HangsWhenTold, step_seconds=0.3), slow]
+    env_fns = [slow, slow, partial(FaultyEnv, fault=Fault("hang", "step", action=3), step_seconds=0.3), slow]
     events: list[Any] = []
     options: dict[str, Any] = {"deadlines": Deadlines(step=0.6), "restart": RAISE, "hooks": [events.append]}
     with Face("vector_env", env_fns, **options) as face:
@@ -123,31 +124,9 @@ def test_a_step_that_hangs_in_every_process_is_truncated_in_the_time_of_two(kind
         assert "deadline of 0.5 s" in row.recovery["reason"]
 
 
-class HangsWhenTold(SlowEnv):
-    """Hangs in a step with the action 3."""
-
-    def step(self, action: Any) -> Any:
-        if action == 3:
-            time.sleep(60.0)
-        return super().step(action)
-
-
-class HangsOnce(SlowEnv):
-    """Hangs in the first step that a process takes; all others take a tenth of a second."""
-
-    def __init__(self, marker: str) -> None:
-        super().__init__(step_seconds=0.1)
-        self.marker = Path(marker)
-
-    def step(self, action: Any) -> Any:
-        if not self.marker.exists():
-            self.marker.touch()
-            threading.Event().wait()
-        return super().step(action)
-
-
 def test_the_process_that_is_asked_again_after_a_hang_has_the_whole_deadline(marker: str) -> None:
-    with Face("subprocess_env", [partial(HangsOnce, marker)], deadlines=Deadlines(step=0.6), restart=REPLAY) as face:
+    env_fn = partial(FaultyEnv, fault=Fault("hang", "step", once=marker), step_seconds=0.1)
+    with Face("subprocess_env", [env_fn], deadlines=Deadlines(step=0.6), restart=REPLAY) as face:
         face.reset(0)
         (row,) = face.step([1])
         assert (int(row.observation[0]), row.truncated) == (1, False)
@@ -169,20 +148,12 @@ def test_a_recovery_that_hangs_ends_in_a_truncation(kind: str, tmp_path: Path) -
         assert (tmp_path / "built").stat().st_size >= 2
 
 
-def hangs_in_its_second_life(path: str) -> FaultyEnv:
-    """Hang in the third step of the second process, which is one of its replay."""
-    with Path(path).open("a") as file:
-        file.write("b")
-    is_second = Path(path).stat().st_size == 2
-    return FaultyEnv(fault=Fault("hang_c", "step", at=3, ignore_sigterm=True) if is_second else ())
-
-
 def test_a_replay_that_hangs_is_given_up_by_the_deadline_of_a_step(
     marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then another process is tried: the whole of Deadlines.recovery, two minutes, is not waited for."""
     monkeypatch.setattr(recoverer, "REPLAY_GRACE", 0.2)
-    limits = Deadlines(step=0.5, reset=60.0)
+    limits = Deadlines(step=0.5, reset=20.0)
     with Face("vector_env", [partial(hangs_in_its_second_life, marker)], deadlines=limits, restart=REPLAY) as face:
         face.reset(0)
         for _ in range(4):
@@ -207,17 +178,10 @@ def test_workers_that_hang_are_killed_side_by_side() -> None:
         assert [one.losses for one in face.statistics()] == [1] * workers
 
 
-def gated_the_second_time(directory: Path) -> CounterEnv:
-    while (directory / "built").exists() and not (directory / "gate").exists():
-        time.sleep(0.002)
-    (directory / "built").touch()
-    return CounterEnv()
-
-
 @pytest.mark.parametrize("then", ["wait", "close"])
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 def test_a_wait_is_bounded_while_a_worker_is_brought_back(kind: str, then: str, tmp_path: Path) -> None:
-    with Face(kind, [partial(gated_the_second_time, tmp_path)], restart=REPLAY) as face:
+    with Face(kind, [partial(gated_from_the_second_time, tmp_path)], restart=REPLAY) as face:
         face.reset(0)
         face.signal()
         face.envs.step_async(1 if kind == "subprocess_env" else [1])
@@ -232,37 +196,6 @@ def test_a_wait_is_bounded_while_a_worker_is_brought_back(kind: str, then: str, 
             with warnings.catch_warnings():  # that an answer is pending
                 warnings.simplefilter("ignore")
                 face.close()
-
-
-class MarksTheSecondLife(CounterEnv):
-    """Leaves a file when it is built for the second time; dies in its second step of the first life, if told so."""
-
-    def __init__(self, directory: Path, *, dies: bool) -> None:
-        super().__init__()
-        self.directory, self.dies = directory, dies and not (directory / "built").exists()
-        (directory / ("rebuilt" if (directory / "built").exists() else "built")).touch()
-
-    def step(self, action: Any) -> Any:
-        if self.dies and self.episode_step == 1:
-            assert becomes_true((self.directory / "waits").exists)
-            time.sleep(0.1)  # until the trainer sleeps, too
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
-
-
-class WaitsForTheSecondLife(CounterEnv):
-    """Returns from its second step when the other env has been built for the second time."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.directory = directory
-
-    def step(self, action: Any) -> Any:
-        if self.episode_step == 1:
-            (self.directory / "waits").touch()
-            while not (self.directory / "rebuilt").exists():
-                time.sleep(0.002)
-        return super().step(action)
 
 
 @pytest.mark.parametrize(

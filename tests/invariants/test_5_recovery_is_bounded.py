@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import time
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from invariant_envs import HangsInLongReplays, HangsWhenToldAgain, Leaking
 
-from kit import CounterEnv, SlowEnv
+from kit import CounterEnv, NondeterministicEnv, SlowEnv, kill_worker
+from kit.side_by_side import run_side_by_side
 from multienv import Deadlines, Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.recovery import supervisor
 
@@ -27,68 +28,10 @@ ANEW = RestartPolicy(snapshots=False, begins_anew=True)
 MIB = 2**20
 
 
-class SlowToRender(CounterEnv):
-    """Takes 12 ms to render."""
-
-    def render(self) -> Any:
-        time.sleep(0.012)
-
-
-class HangsInLongReplays(CounterEnv):
-    """In each process but the first one its 21st step hangs."""
-
-    def __init__(self, marker: Path) -> None:
-        super().__init__(horizon=5, count_episodes=False)
-        self.left = 20 if marker.exists() else 1_000_000
-        marker.touch()
-
-    def step(self, action: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            time.sleep(3600)
-        return super().step(action)
-
-
-class HangsWhenToldAgain(CounterEnv):
-    """Its method hangs in each process but the first one."""
-
-    def __init__(self, marker: Path) -> None:
-        super().__init__(horizon=5)
-        self.is_first = not marker.exists()
-        marker.touch()
-
-    def tell(self) -> None:
-        while not self.is_first:
-            time.sleep(1)
-
-
-class Leaking(CounterEnv):
-    """Keeps 1 MiB of each step for ever, in its process."""
-
-    kept: list[bytearray] = []  # noqa: RUF012 - that is the leak
-
-    def step(self, action: Any) -> Any:
-        self.kept.append(bytearray(os.urandom(1024) * 1024))
-        return super().step(action)
-
-
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every reset told of: the envs of a test are fast."""
     monkeypatch.setattr(supervisor, "SHARE", 1.0)
-
-
-def walk(envs: Any, steps: int, *, before_step: Any = lambda step: None) -> list[Any]:
-    """Step, with masked resets where nobody else resets; return all that is seen."""
-    seen = [envs.reset(seed=3)[0].copy()]
-    for step in range(steps):
-        before_step(step)
-        *transition, _ = envs.step(np.full(len(HORIZONS), step % 4))
-        seen += [part.copy() for part in transition]
-        ended = transition[2] | transition[3]
-        if ended.any() and envs.metadata["autoreset_mode"] is AutoresetMode.DISABLED:
-            seen.append(envs.reset(options={"reset_mask": ended})[0][ended].copy())
-    return seen
 
 
 def envs_of(kind: type[CounterEnv]) -> list[Any]:
@@ -96,62 +39,59 @@ def envs_of(kind: type[CounterEnv]) -> list[Any]:
     return [partial(kind, horizon=horizon, count_episodes=False) for horizon in HORIZONS]
 
 
-def undisturbed(kind: type[CounterEnv], mode: str, steps: int) -> list[Any]:
-    envs = SyncVectorEnv(envs_of(kind), autoreset_mode=AutoresetMode[mode])
-    seen = walk(envs, steps)
-    envs.close()
-    return seen
+def undisturbed(mode: str) -> Any:
+    return closing(SyncVectorEnv(envs_of(CounterEnv), autoreset_mode=AutoresetMode[mode]))
 
 
-def same(seen: list[Any], expected: list[Any]) -> bool:
-    return len(seen) == len(expected) and all(map(np.array_equal, seen, expected))
+def play(env: Any, episodes: int, steps: int, *, killed_in: int, after_step: Callable[[], object] = bool) -> Recovery:
+    """Play episodes; the worker is killed before this step of the last one. Return the only recovery."""
+    for episode in range(episodes):
+        env.reset(seed=episode)
+        for step in range(steps):
+            if (episode, step) == (episodes - 1, killed_in):
+                kill_worker(env)
+            assert env.step(step % 4)[0][0] == step + 1
+            after_step()
+    told = env.statistics()
+    assert (told.losses, told.truncated_recoveries) == (1, 0)
+    return told.last_recovery
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 def test_a_replay_of_a_batch_is_two_episodes_long_whatever_the_length_of_the_run(mode: str, brief: None) -> None:
     events: list[Any] = []
-    policy = RestartPolicy(snapshots=False, begins_anew=True)
-    with SubprocessVectorEnv(
-        envs_of(CounterEnv), envs_per_worker=3, autoreset_mode=mode, restart=policy, hooks=[events.append]
-    ) as envs:
-
-        def kill(step: int) -> None:
-            if step % 150 == 149:
-                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
-
-        seen = walk(envs, 1000, before_step=kill)
+    options: dict[str, Any] = {"restart": RestartPolicy(snapshots=False, begins_anew=True), "hooks": [events.append]}
+    with (
+        SubprocessVectorEnv(envs_of(CounterEnv), envs_per_worker=3, autoreset_mode=mode, **options) as envs,
+        undisturbed(mode) as twin,
+    ):
+        run_side_by_side(envs, twin, 1000, before_step=lambda step: step % 150 == 149 and kill_worker(envs))
         held = envs.statistics()[0].journal_bytes
     recoveries = [one for one in events if isinstance(one, Recovery)]
     assert [one.outcome for one in recoveries] == ["exact"] * 6
     assert max(one.replayed for one in recoveries) <= 3 * max(HORIZONS)
     assert held < 200_000
-    assert same(seen, undisturbed(CounterEnv, mode, 1000))
 
 
 @pytest.mark.parametrize("mode", [pytest.param("NEXT_STEP", marks=pytest.mark.soak), "SAME_STEP"])
 def test_a_leak_in_a_batch_is_bounded_by_max_rss_and_leaves_no_trace(mode: str) -> None:
     events: list[Any] = []
     limit = 250 * MIB
-    with SubprocessVectorEnv(
-        envs_of(Leaking),
-        envs_per_worker=3,
-        autoreset_mode=mode,
-        restart=RestartPolicy(max_rss=limit, snapshots=False, begins_anew=True),
-        hooks=[events.append],
-    ) as envs:
-        largest = 0
-
-        def look(step: int) -> None:
-            nonlocal largest
-            largest = max(largest, envs.statistics()[0].rss or 0)
-
-        seen = walk(envs, 400, before_step=look)
+    sizes: list[int] = []
+    options: dict[str, Any] = {
+        "restart": RestartPolicy(max_rss=limit, snapshots=False, begins_anew=True),
+        "hooks": [events.append],
+    }
+    with (
+        SubprocessVectorEnv(envs_of(Leaking), envs_per_worker=3, autoreset_mode=mode, **options) as envs,
+        undisturbed(mode) as twin,
+    ):
+        run_side_by_side(envs, twin, 400, before_step=lambda _: sizes.append(envs.statistics()[0].rss or 0))
     replaced = [one for one in events if isinstance(one, Recycled)]
     assert len(replaced) >= 3
     assert {one.outcome for one in replaced} == {"exact"}
     # 64 steps may pass between two looks at it.
-    assert largest < limit + 64 * 3 * MIB + 50 * MIB
-    assert same(seen, undisturbed(CounterEnv, mode, 400))
+    assert max(sizes) < limit + 64 * 3 * MIB + 50 * MIB
 
 
 def test_what_came_before_a_replacement_is_not_replayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,17 +100,10 @@ def test_what_came_before_a_replacement_is_not_replayed_again(monkeypatch: pytes
     events: list[Any] = []
     # The look after 64 requests finds it due, in the middle of an episode.
     policy = RestartPolicy(snapshots=False, recycle_after_steps=55, begins_anew=True)
-    with SubprocessEnv(
-        partial(CounterEnv, horizon=10, count_episodes=False), restart=policy, hooks=[events.append]
-    ) as env:
-        for episode in range(16):
-            env.reset(seed=episode)
-            for step in range(10):
-                if (episode, step) == (15, 5):
-                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
-                env.step(step % 4)
+    env_fn = partial(CounterEnv, horizon=10, count_episodes=False)
+    with SubprocessEnv(env_fn, restart=policy, hooks=[events.append]) as env:
+        recovery = play(env, 16, 10, killed_in=5)
     assert [event.outcome for event in events if isinstance(event, Recycled)] == ["exact"] * 2
-    (recovery,) = [one for one in events if isinstance(one, Recovery)]
     assert recovery.outcome == "exact"
     assert recovery.replayed <= 9 * 11
 
@@ -178,37 +111,27 @@ def test_what_came_before_a_replacement_is_not_replayed_again(monkeypatch: pytes
 def test_the_chance_of_an_atari_emulator_is_put_back_at_a_reset(brief: None) -> None:
     """Its "sticky" actions draw from a generator in C."""
     env_fns = [partial(gymnasium.make, "ALE/Pong-v5", obs_type="ram", max_episode_steps=most) for most in (40, 50)]
-    twin = SyncVectorEnv(env_fns)
-    with SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=ANEW) as envs:
-        assert np.array_equal(*[one.reset(seed=4)[0] for one in (envs, twin)])
-        for step in range(230):
-            if step in (150, 220):
-                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
-            action = np.full(2, step // 5 % 6)
-            assert all(map(np.array_equal, envs.step(action)[:4], twin.step(action)[:4])), step
+    with SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=ANEW) as envs, closing(SyncVectorEnv(env_fns)) as twin:
+        run_side_by_side(
+            envs,
+            twin,
+            230,
+            actions=lambda step: np.full(2, step // 5 % 6),
+            before_step=lambda step: step in (150, 220) and kill_worker(envs),
+        )
         (told,) = envs.statistics()
         assert told.exact_recoveries == 2
         assert told.replayed_steps < 300
-    twin.close()
 
 
 @pytest.mark.parametrize("slow", ["reset", "render"])
 def test_resets_and_renderings_count_among_the_seconds_that_a_replay_may_take(slow: str) -> None:
     """Steps take next to nothing here: by their time alone the whole run would be replayed."""
-    kind = {"reset": partial(SlowEnv, reset_seconds=0.05), "render": SlowToRender}[slow]
+    kind = {"reset": partial(SlowEnv, reset_seconds=0.05), "render": partial(SlowEnv, render_seconds=0.012)}[slow]
     requests = {"reset": 5, "render": 9}[slow]  # of an episode
-    events: list[Any] = []
     policy = RestartPolicy(snapshots=False, replay_limit=0.25, begins_anew=True)
-    with SubprocessEnv(partial(kind, horizon=4, count_episodes=False), restart=policy, hooks=[events.append]) as env:
-        for episode in range(14):
-            env.reset(seed=episode)
-            for step in range(4):
-                if (episode, step) == (13, 2):
-                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
-                env.step(step)
-                if slow == "render":
-                    env.render()
-    (recovery,) = [one for one in events if isinstance(one, Recovery)]
+    with SubprocessEnv(partial(kind, horizon=4, count_episodes=False), restart=policy) as env:
+        recovery = play(env, 14, 4, killed_in=2, after_step=env.render if slow == "render" else bool)
     assert recovery.outcome == "exact"
     assert recovery.replayed <= 2 * requests
 
@@ -216,18 +139,9 @@ def test_resets_and_renderings_count_among_the_seconds_that_a_replay_may_take(sl
 def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one begins at the construction, because so little was done since; it has no deadline of its own."""
     monkeypatch.setattr(supervisor, "SHARE", math.inf)  # every reset is told of
-    events: list[Any] = []
     env_fn = partial(HangsInLongReplays, tmp_path / "marker")
-    options: dict[str, Any] = {"restart": RestartPolicy(snapshots=False), "deadlines": Deadlines(recovery=5.0)}
-    with SubprocessEnv(env_fn, hooks=[events.append], **options) as env:
-        for episode in range(8):
-            env.reset(seed=episode)
-            for step in range(5):
-                if (episode, step) == (7, 2):
-                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
-                observation, *_ = env.step(step % 4)
-                assert observation[0] == step + 1
-    (recovery,) = [one for one in events if isinstance(one, Recovery)]
+    with SubprocessEnv(env_fn, restart=RestartPolicy(snapshots=False), deadlines=Deadlines(recovery=5.0)) as env:
+        recovery = play(env, 8, 5, killed_in=2)
     assert recovery.outcome == "replayed"
     assert recovery.replayed <= 2 * 6
 
@@ -238,7 +152,7 @@ def test_calls_that_cannot_be_repeated_end_the_episode_and_the_next_one_begins_w
         env.reset(seed=1)
         env.call("tell")
         env.step(1)
-        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        kill_worker(env)
         assert env.step(1)[3]
         assert env.reset(seed=2)[0][0] == 0
         assert not env.step(1)[3]
@@ -254,7 +168,7 @@ def test_large_requests_leave_a_start_in_the_journal() -> None:
             env.reset(seed=episode, options=options)
             for _ in range(3):
                 if episode == 39:
-                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+                    kill_worker(env)
                 assert not env.step(np.int64(1))[3]
         assert env.statistics().replayed_recoveries == 3
 
@@ -271,7 +185,7 @@ def test_an_env_whose_episode_has_outgrown_its_journal_is_truncated_alone() -> N
         for _ in range(3000):
             for one in (envs, twin):
                 one.step(np.ones(3, np.int64))
-        os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+        kill_worker(envs)
         (told, rewards, *flags, infos), expected = envs.step(np.ones(3, np.int64)), twin.step(np.ones(3, np.int64))
         assert flags[1].tolist() == [False, True, False]
         assert "no longer recorded" in infos["multienv"]["reason"][1]
@@ -280,28 +194,19 @@ def test_an_env_whose_episode_has_outgrown_its_journal_is_truncated_alone() -> N
     twin.close()
 
 
-class Unrepeatable(CounterEnv):
-    """Draws from the machine: no replay of it can be exact."""
-
-    def step(self, action: Any) -> Any:
-        observation, *rest = super().step(action)
-        observation[2] += os.getpid()
-        return (observation, *rest)
-
-
 def test_an_env_that_no_replay_matches_costs_its_neighbours_nothing_in_their_first_episode() -> None:
     """They have no reset to begin at yet: they begin at their construction, at the second loss as well."""
-    env_fns = [Unrepeatable, CounterEnv, partial(CounterEnv, horizon=None)]
+    env_fns = [partial(NondeterministicEnv, since=1), CounterEnv, partial(CounterEnv, horizon=None)]
     twin = gymnasium.vector.SyncVectorEnv(env_fns[1:])
     with SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=RestartPolicy(snapshots=False)) as envs:
         assert np.array_equal(envs.reset(seed=[5, 6, 7])[0][1:], twin.reset(seed=[6, 7])[0])
         for step in range(9):
             if step in (2, 6):
-                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+                kill_worker(envs)
             told, expected = envs.step(np.ones(3, np.int64)), twin.step(np.ones(2, np.int64))
             assert told[3].tolist() == [step in (2, 6), False, False]
             for part, other in zip(told[:4], expected[:4], strict=True):
                 assert np.array_equal(part[1:], other)
         (worker,) = envs._workers
-        assert [history.is_whole for history in worker.journal.histories] == [False, True, True]
+        assert [history.is_whole for history in worker.position.journal.histories] == [False, True, True]
     twin.close()

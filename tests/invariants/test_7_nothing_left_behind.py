@@ -11,16 +11,14 @@ import gc
 import os
 import signal
 import sys
-import termios
 from functools import partial
-from multiprocessing import resource_tracker
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from faces import AND_ASYNC, KINDS, Face, counts
+from invariant_envs import SharedMemoryEnv, UntidyEnv
 
 from kit import (
     CounterEnv,
@@ -145,26 +143,6 @@ def test_nothing_outlives_a_trainer_that_ends_without_close(
         trainer.assert_nothing_lives()
 
 
-class SharedMemoryEnv(ForkingEnv):
-    """Has shared memory with a name, which it never unlinks, and forked children that hold all that it has open."""
-
-    def __init__(self, **forking: Any) -> None:
-        self.shared = SharedMemory(create=True, size=4096)
-        self.shared_name = self.shared.name
-        tracker: Any = resource_tracker._resource_tracker
-        self.tracker = tracker._pid
-        unread = ctypes.c_int(1)
-        while unread.value:  # until the tracker is up, and has read the name
-            ctypes.CDLL(None).ioctl(tracker._fd, termios.FIONREAD, ctypes.byref(unread))
-        super().__init__(how="fork", **forking)
-
-    def step(self, action: Any) -> Any:
-        if action == 0:
-            while True:
-                ctypes.PyDLL(None).pause()  # hangs in C
-        return super().step(action)
-
-
 def is_there(name: str) -> bool:
     return Path("/dev/shm", name).exists()
 
@@ -217,14 +195,6 @@ def test_shared_memory_of_an_env_goes_although_its_resource_tracker_starts_slowl
     assert is_there(name)
     assert becomes_true(lambda: not is_there(name), within=10.0)
     assert_nothing_left(before, timeout=GONE_WITHIN)
-
-
-class UntidyEnv(CounterEnv):
-    """Has shared memory with a name, which it never unlinks; does not wait for the resource tracker to start."""
-
-    def __init__(self) -> None:
-        self.shared_name = SharedMemory(create=True, size=4096).name
-        super().__init__()
 
 
 def test_resource_tracker_that_does_not_end_by_itself_is_killed() -> None:

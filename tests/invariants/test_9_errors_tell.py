@@ -222,14 +222,9 @@ def test_the_step_is_counted_from_the_autoreset_of_the_env_itself(mode: str, ste
 
 
 def test_the_step_is_counted_from_the_autoreset_after_an_error_of_the_env() -> None:
-    class RaisingEnv(CounterEnv):
-        def step(self, action: Any) -> Any:
-            if action == 3:
-                raise ValueError("three")
-            return super().step(action)
-
+    raising = partial(FaultyEnv, fault=Fault("raise", "step", action=3, per="episode"))
     steps = []
-    with closing(SubprocessVectorEnv([CounterEnv, RaisingEnv], envs_per_worker=2)) as envs:
+    with closing(SubprocessVectorEnv([CounterEnv, raising], envs_per_worker=2)) as envs:
         envs.reset(seed=SEED)
         for action in (0, 0, 3, 0, 0, 3):  # the first step after the error begins the next episode
             try:

@@ -16,7 +16,8 @@ from typing import Any
 import gymnasium
 import pytest
 from faces import Face
-from test_2_exact_recovery import DrawingEnv, run_program
+from invariant_envs import DrawingEnv
+from test_2_exact_recovery import run_program
 
 from kit import descendants, first_difference, monitor_pid
 from multienv import Deadlines, Recovery, RestartPolicy

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,21 +31,69 @@ CHILD_SECONDS = 60
 PER_EPISODE_MOMENTS = frozenset({"step", "call", "unpickle"})
 
 
-class FaultyEnv(CounterEnv):
-    """A `CounterEnv` that fails as told.
+class SlowEnv(CounterEnv):
+    """Sleeps in each reset, step, rendering and close, for as long as told."""
+
+    def __init__(
+        self,
+        *,
+        reset_seconds: float = 0.0,
+        step_seconds: float = 0.0,
+        render_seconds: float = 0.0,
+        close_seconds: float = 0.0,
+        **counter: Any,
+    ) -> None:
+        super().__init__(**counter)
+        self.reset_seconds = reset_seconds
+        self.step_seconds = step_seconds
+        self.render_seconds = render_seconds
+        self.close_seconds = close_seconds
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        time.sleep(self.reset_seconds)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: np.int64) -> Step:
+        time.sleep(self.step_seconds)
+        return super().step(action)
+
+    def render(self) -> Any:
+        time.sleep(self.render_seconds)
+        return super().render()
+
+    def close(self) -> None:
+        time.sleep(self.close_seconds)
+        super().close()
+
+
+class FarewellEnv(SlowEnv):
+    """Leaves a file when its close() is done, and one with the suffix ``.begun`` when that begins."""
+
+    def __init__(self, *, left: str | os.PathLike[str], **slow: Any) -> None:
+        super().__init__(**slow)
+        self.left = Path(left)
+
+    def close(self) -> None:
+        self.left.with_suffix(".begun").touch()
+        super().close()
+        self.left.touch()
+
+
+class FaultyEnv(SlowEnv):
+    """A `SlowEnv` that fails as told.
 
     What the manner ``"unpicklable"`` yields goes into ``info["unpicklable"]`` of a step, and has no effect elsewhere. The
     bomb of the moment ``"unpickle"`` lies in ``info["bomb"]`` of a step.
 
     Args:
         fault: one `Fault`, or several.
-        counter: the arguments of `CounterEnv`.
+        slow: the arguments of `SlowEnv`.
     """
 
-    def __init__(self, *, fault: Fault | Iterable[Fault], **counter: Any) -> None:
+    def __init__(self, *, fault: Fault | Iterable[Fault], **slow: Any) -> None:
         self.faults = (fault,) if isinstance(fault, Fault) else tuple(fault)
         self.events = [0] * len(self.faults)
-        super().__init__(**counter)
+        super().__init__(**slow)
         self._pass("construct")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
@@ -112,35 +161,6 @@ class NondeterministicEnv(CounterEnv):
 
     def _reward(self) -> float:
         return super()._reward() + (0.0 if self.shown_in == "observation" else self._chance())
-
-
-class SlowEnv(CounterEnv):
-    """Sleeps in each reset, step and close, for as long as told."""
-
-    def __init__(
-        self,
-        *,
-        reset_seconds: float = 0.0,
-        step_seconds: float = 0.0,
-        close_seconds: float = 0.0,
-        **counter: Any,
-    ) -> None:
-        super().__init__(**counter)
-        self.reset_seconds = reset_seconds
-        self.step_seconds = step_seconds
-        self.close_seconds = close_seconds
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
-        time.sleep(self.reset_seconds)
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: np.int64) -> Step:
-        time.sleep(self.step_seconds)
-        return super().step(action)
-
-    def close(self) -> None:
-        time.sleep(self.close_seconds)
-        super().close()
 
 
 class StickyStateEnv(CounterEnv):

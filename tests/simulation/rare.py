@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from multienv import Deadlines, RestartPolicy
-from multienv.recovery import hot_path, journal, limits, recoverer, state_machine, supervisor
+from multienv.recovery import deadlines as limits
+from multienv.recovery import hot_path, journal, pending, recoverer, state_machine, supervisor
 from multienv.wire import segment
 
 
@@ -76,7 +77,7 @@ class Constants:
         ]
         if self.auto:
             changes += [(limits, "LEAST", 1.0), (limits, "MULTIPLE", 1.0), (limits, "STEPS", 0), (limits, "RESETS", 0)]
-            changes += [(supervisor, "SECOND_CHANCE", 3.0)]
+            changes += [(pending, "SECOND_CHANCE", 3.0)]
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         try:
             for module, name, value in changes:

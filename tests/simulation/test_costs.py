@@ -58,14 +58,14 @@ COSTS = {
     ("vector_env", "awake", 64): Cost(calls=142, locks=128, looks=128, rings=0, waits=0, journal=3584, memory=3558),
     ("vector_env", "asleep", 2): Cost(calls=18, locks=4, looks=2, rings=2, waits=0, journal=112, memory=112),
     ("vector_env", "asleep", 64): Cost(calls=142, locks=128, looks=64, rings=64, waits=0, journal=3584, memory=3558),
-    ("vector_env", "slow", 2): Cost(calls=26, locks=4, looks=2, rings=2, waits=2, journal=112, memory=112),
-    ("vector_env", "slow", 64): Cost(calls=398, locks=128, looks=64, rings=64, waits=64, journal=3584, memory=3558),
+    ("vector_env", "slow", 2): Cost(calls=22, locks=4, looks=2, rings=2, waits=2, journal=112, memory=112),
+    ("vector_env", "slow", 64): Cost(calls=270, locks=128, looks=64, rings=64, waits=64, journal=3584, memory=3558),
     ("multi_env", "awake", 2): Cost(calls=15, locks=4, looks=4, rings=0, waits=0, journal=112, memory=112),
     ("multi_env", "awake", 64): Cost(calls=139, locks=128, looks=128, rings=0, waits=0, journal=3584, memory=3558),
     ("multi_env", "asleep", 2): Cost(calls=15, locks=4, looks=2, rings=2, waits=0, journal=112, memory=112),
     ("multi_env", "asleep", 64): Cost(calls=139, locks=128, looks=64, rings=64, waits=0, journal=3584, memory=3558),
-    ("multi_env", "slow", 2): Cost(calls=23, locks=4, looks=2, rings=2, waits=2, journal=112, memory=112),
-    ("multi_env", "slow", 64): Cost(calls=395, locks=128, looks=64, rings=64, waits=64, journal=3584, memory=3558),
+    ("multi_env", "slow", 2): Cost(calls=19, locks=4, looks=2, rings=2, waits=2, journal=112, memory=112),
+    ("multi_env", "slow", 64): Cost(calls=267, locks=128, looks=64, rings=64, waits=64, journal=3584, memory=3558),
 }
 
 
@@ -166,14 +166,14 @@ class Counted:
             tracemalloc.stop()
         costs = set()
         for _ in range(3):
-            journal = sum(len(one.journal) for one in self.supervisors)
+            journal = sum(len(one.position.journal) for one in self.supervisors)
             self.counts.clear()
             sys.setprofile(self.profile)
             try:
                 self.step()
             finally:
                 sys.setprofile(None)
-            journal = sum(len(one.journal) for one in self.supervisors) - journal
+            journal = sum(len(one.position.journal) for one in self.supervisors) - journal
             counts = self.counts
             costs.add(
                 Cost(

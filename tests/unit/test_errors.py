@@ -11,7 +11,6 @@ import traceback
 import gymnasium
 import pytest
 
-import multienv
 from kit import FaultError, TwoArgumentError
 from multienv import errors
 from multienv.errors import (
@@ -152,11 +151,3 @@ def test_failures_of_envs_are_named_held_pickled_and_catchable_by_a_type_they_sh
     assert isinstance(again, EnvsFailedError)
     assert (str(again), list(again.failures)) == (str(error), list(failures))
     assert again.results == error.results == ["a", None, (1, 2.0)]
-
-
-def test_names_of_earlier_versions_still_catch_what_is_raised_and_warn() -> None:
-    for name, kind in errors._RENAMED.items():
-        with pytest.warns(DeprecationWarning, match=f"{name} is gone: catch {kind.__name__}"):
-            assert getattr(multienv, name) is kind
-    with pytest.raises(AttributeError):
-        multienv.OtherError  # noqa: B018

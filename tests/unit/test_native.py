@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import multienv.worker.exact
-import multienv.worker.rows
+import multienv.worker.stepper
 from multienv import ResetNeededError, SerialEnv, SerialVectorEnv
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.native import native
@@ -137,7 +136,7 @@ def banks_after(script: list[list[Any]], face: str, mode: str) -> list[Any]:
                 envs.reset(seed=1)
             except Exception as error:  # also what gymnasium does not merge
                 seen.append(type(error).__name__)
-            segment, number = worker.segment, worker.number
+            segment, number = worker.segment, worker.position.number
             seen.append((number, bytes(segment.banks[number & 1].view), segment.read_reply_payload(number)))
     return seen
 
@@ -147,10 +146,7 @@ def banks_after(script: list[list[Any]], face: str, mode: str) -> list[Any]:
 @given(st.lists(st.lists(RESULTS, min_size=3, max_size=3), min_size=4, max_size=8))
 def test_a_worker_writes_what_the_reference_writes(face: str, mode: str, script: list[list[Any]]) -> None:
     ours = banks_after(script, face, mode)
-    with (
-        mock.patch.object(multienv.worker.rows, "native", None),
-        mock.patch.object(multienv.worker.exact, "native", None),
-    ):
+    with mock.patch.object(multienv.worker.stepper, "native", None):
         reference = banks_after(script, face, mode)
     assert without_tracebacks(ours) == without_tracebacks(reference)
 
@@ -197,6 +193,20 @@ def test_a_variable_leaves_the_extension_aside() -> None:
     code = "from multienv.native import native; print(native is not None)"
     assert told(code, MULTIENV_PUREPYTHON="1") == "False"
     assert told(code, MULTIENV_PUREPYTHON="0") == str(find_spec("multienv._native") is not None)
+
+
+def test_other_processors_than_x86_need_the_extension() -> None:
+    code = """if True:
+        import platform
+        platform.machine = lambda: "aarch64"
+        try:
+            import multienv
+        except ImportError as error:
+            print(error)
+    """
+    assert told(code, MULTIENV_PUREPYTHON="1").startswith("On aarch64, multienv needs its native extension")
+    if native is not None:
+        assert told(code) == ""
 
 
 def test_workers_do_as_their_trainer_does() -> None:

@@ -13,7 +13,6 @@ from multienv.config import Deadlines, RestartPolicy
 from multienv.recovery import recoverer as recoverer_module
 from multienv.recovery.policy import Recycling, RestartBudget
 from multienv.recovery.recoverer import BudgetSpentError, Recoverer
-from multienv.wire.messages import Build
 
 LARGEST_DIE = 1 - 2**-53
 
@@ -36,8 +35,7 @@ def test_an_interrupted_recovery_is_charged_once_and_has_its_whole_time_when_it_
 ):
     now = [100.0]
     monkeypatch.setattr(recoverer_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pytest.fail))
-    build = Build(b"", True, "", None, (1,), None)
-    recoverer = Recoverer(None, build, RestartPolicy(max_restarts=1), Deadlines(recovery=20.0), print, print)  # type: ignore[arg-type]
+    recoverer = Recoverer(None, RestartPolicy(max_restarts=1), Deadlines(recovery=20.0), print, print)  # type: ignore[arg-type]
     effort = recoverer.begin()
     for _ in range(3):
         recoverer.admit(effort, progress=0)

@@ -1,8 +1,9 @@
-"""The worker's half of the rows codec: several envs, each of which writes into its row of a batch.
+"""Steps the envs of a worker: each writes into its row of a bank, and what is not plain goes beside it.
 
-Observations are copied as soon as an env returns them (some return the same array at each step), and infos are taken
-as they are at that moment. An env that raises, or is skipped in the request, gets a blank row: what its caller sees
-is the trainer's to say.
+The rows are *cast* to those of a batch, or, of a single env, *verbatim*; see ``worker.cells``. Observations are copied
+as soon as an env returns them (some return the same array at each step), and infos are taken as they are at that
+moment. An env of a batch that raises, or any that is skipped in the request, gets a blank row: what its caller sees is
+the trainer's to say. What a single env raises is the answer to the request.
 """
 
 from __future__ import annotations
@@ -20,26 +21,28 @@ from gymnasium.vector import utils
 from multienv.native import native
 from multienv.wire.actions import action_decoder
 from multienv.wire.banks import ENDED, IRREGULAR, NOT_RESET, RAISED, SKIPPED, STEP, Bank
+from multienv.wire.codecs import REWARD_TAGS
 from multienv.wire.digests import MARK, digester, evidence_of, pack_evidence
-from multienv.wire.infos import NUMBERS, InfoPacker
+from multienv.wire.infos import InfoPacker
 from multienv.wire.messages import Failure, Reset
-from multienv.wire.rows import Cell, cells, has_rows, leaf_arrays, nested, row_writer
 from multienv.wire.segment import BUSY, REPLY_PAYLOAD, SLOT, Segment
+from multienv.worker.cells import Cast, Verbatim
 from multienv.worker.env_group import EnvGroup
-from multienv.worker.exact import STEP_RESULT, Handle
-from multienv.worker.failures import failure_of, pickled, wrong_info, wrong_result, wrong_reward
+from multienv.worker.failures import failure_of, pickled, wrong_result
 from multienv.worker.replies import answer_failure, answer_rows
 
+# Executes a request; returns what the worker's loop is to know of it, see Host.handle.
+Handle = Callable[[int], Any]
 Infos = list[tuple[int, Any]]  # slot and info: a dict of numbers, or the pickle of anything else
 Failures = dict[int, Failure]
 
-# Characters of the types of numpy whose items a memoryview can be assigned.
-_ITEMS = "?bBhHiIlLqQfd"
-_WHOLE = slice(None)
+_STEP_RESULT = "observation, reward, terminated, truncated, info"
+# Rewards of a single env that native code, and the loop below, write by themselves, and their tags.
+_PLAIN_REWARDS = {kind: REWARD_TAGS[kind] for kind in (float, np.float64)}
 
 
-class RowsStepper:
-    """Steps several envs and writes what they return.
+class Stepper:
+    """Steps the envs of a worker and writes what they return.
 
     Args:
         group: Holds the envs.
@@ -48,25 +51,30 @@ class RowsStepper:
 
     def __init__(self, group: EnvGroup, segment: Segment) -> None:
         self._group, self._segment = group, segment
-        self._batch_space = utils.batch_space(group.action_space, group.slots)
-        self._is_array = type(self._batch_space) in (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
-        self._decode = action_decoder(self._batch_space, segment)
+        space: Any = group.action_space
+        self._asked_space = space if group.exact else utils.batch_space(space, group.slots)
+        self._is_array = type(self._asked_space) in (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
+        self._decode = action_decoder(self._asked_space, segment)
         self._packer = InfoPacker(group.slots)
         self._sides = [_Side(group, bank) for bank in segment.banks]
 
     def compile(self, otherwise: Handle) -> Handle:  # noqa: C901 - see below
-        """Return the function that executes any request; see :meth:`ExactStepper.compile`.
+        """Return the function that executes any request.
 
         One loop for every kind of env, because each call, and each object that it touches, counts here.
+
+        Args:
+            otherwise: Executes a request that is not a step.
         """
-        segment, group, decode, rest, finish = self._segment, self._group, self._decode, self._rest, self._finish
-        words, calls, is_array, batch_space = segment.words, group.calls, self._is_array, self._batch_space
+        segment, group, rest, finish, decode = self._segment, self._group, self._rest, self._finish, self._decode
+        asked_space, is_array = self._asked_space, self._is_array
+        words, calls, ndarray, tags, exact = segment.words, group.calls, np.ndarray, _PLAIN_REWARDS, group.exact
         slots, marks = range(group.slots), range(1, group.slots + 1)
         targets: list[tuple[Any, ...]] = [
-            (side, side.bank.view, side.cells, side.rewards, side.digest) for side in self._sides
+            (side, side.bank.view, side.rows.cells, side.bank.rewards.data, side.digest) for side in self._sides
         ]
-        key, is_loose = self._sides[0].key, self._sides[0].loose is not None
-        told = group.starts.told
+        rows = self._sides[0].rows
+        key, taken, is_loose, told = rows.key, rows.taken, rows.loose is not None, group.starts.told
 
         def handle(number: int) -> Any:  # noqa: C901
             side, view, cells, rewards, digest = targets[number & 1]
@@ -77,10 +85,14 @@ class RowsStepper:
             failures: Failures = {}
             side.clear_flags()
             try:
-                actions = decode(number, view[1] & ~SKIPPED)
-                if not is_array:
-                    actions = utils.iterate(batch_space, actions)
-                asked = self._calls_without(side) if view[1] & SKIPPED else calls
+                tag = view[1]
+                asked = self._calls_without(side) if tag & SKIPPED else calls
+                if not exact:
+                    actions = decode(number, tag & ~SKIPPED)
+                    if not is_array:
+                        actions = utils.iterate(asked_space, actions)
+                else:  # an action that is skipped is not even unpickled: it may be what ends each process
+                    actions = (None if tag & SKIPPED else decode(number, tag),)
                 for slot, mark, call, action, cell in zip(slots, marks, asked, actions, cells, strict=True):
                     words[SLOT] = mark
                     try:
@@ -88,6 +100,11 @@ class RowsStepper:
                         try:
                             observation, reward, terminated, truncated, info = result
                             goes_on = not (terminated or truncated)
+                            if exact:
+                                tag = tags.get(type(reward), -1)
+                                goes_on = terminated is truncated is False and type(observation) is ndarray and tag >= 0
+                                if tag > 0:
+                                    view[4] = tag
                             if goes_on:
                                 rewards[slot] = reward
                                 cell[key] = observation
@@ -96,10 +113,12 @@ class RowsStepper:
                         if not goes_on:
                             info = rest(side, slot, result)
                         if info:
-                            infos.append((slot, _taken(info)))
+                            infos.append((slot, taken(info)))
                     except Exception as error:
+                        if exact and not isinstance(error, _SkippedError):
+                            raise
                         self._note_error(side, slot, error, infos, failures)
-                if infos or failures or is_loose or told:
+                if infos or failures or told or side.flags & IRREGULAR:
                     finish(number, side, infos, failures)
                 else:
                     if side.flags:
@@ -114,34 +133,34 @@ class RowsStepper:
             words[BUSY] = 0
             return None
 
-        if native is None or not is_array or is_loose:
+        if native is None or is_loose or not (exact or is_array):
             return handle
-        return native.RowsStep(  # type: ignore[no-any-return]
+        return native.Step(  # type: ignore[no-any-return]
             reference=handle,
             rest=rest,
             note_error=self._note_error,
             finish=finish,
             fail=partial(answer_failure, segment),
             write_payload=segment.write_reply_payload,
-            take_info=_taken,
+            take_info=taken,
             told=told,
             words=words,
             calls=calls,
             decode=decode,
             packer=self._packer,
+            is_verbatim=exact,
             sides=tuple(
-                (bank, place, side.whole, side.cells, side.key, side.digest, side)
+                (bank, place, side.rows.whole, side.rows.cells, key, side.digest, side)
                 for bank, place, side in zip(segment.banks, segment.reply_places, self._sides, strict=True)
             ),
         )
 
     def reset(self, number: int, message: Reset) -> None:
-        """Execute a reset of the slots that are named and not skipped."""
+        """Execute a reset of the slots that are named and not skipped. Raises what a single env raises."""
         group, side = self._group, self._sides[number & 1]
         infos: Infos = []
         failures: Failures = {}
         side.clear_flags()
-        side.bank.rewards[:] = 0.0
         for slot in range(group.slots):
             is_skipped = side.bank.view[1] & SKIPPED and side.bank.skipped[slot]
             if is_skipped or not message.touches(slot):
@@ -151,12 +170,19 @@ class RowsStepper:
                 continue
             try:
                 observation, info = group.begin(slot, seed=message.seeds[slot], options=message.options[slot])
-                side.write(slot, observation)
-                if info:
-                    infos.append((slot, _taken(info)))
+                self._begin(side, slot, observation, info, infos)
             except Exception as error:
+                if group.exact:
+                    raise
                 self._note_failure(side, slot, failure_of(error), failures)
         self._finish(number, side, infos, failures)
+
+    def _begin(self, side: _Side, slot: int, observation: Any, info: Any, infos: Infos) -> None:
+        """Write what a reset returned."""
+        side.rows.take(slot, 0.0, False, False)
+        side.show(slot, observation)
+        if info:
+            infos.append((slot, side.rows.taken(info)))
 
     # --- ends and errors --------------------------------------------------------------------------
 
@@ -165,18 +191,12 @@ class RowsStepper:
         try:
             observation, reward, terminated, truncated, info = result
         except (TypeError, ValueError):
-            raise wrong_result("step", STEP_RESULT, result) from None
-        try:
-            side.rewards[slot] = reward
-        except (TypeError, ValueError):
-            raise wrong_reward(reward) from None
+            raise wrong_result("step", _STEP_RESULT, result) from None
+        side.rows.take(slot, reward, terminated, truncated)
         if terminated or truncated:
             side.note_end(slot, terminated, truncated)
             observation, info = self._end(side, slot, result)
-        try:
-            side.cells[slot][side.key] = observation
-        except (TypeError, ValueError):
-            side.write(slot, observation)  # it may fit all the same
+        side.show(slot, observation)
         return info
 
     def _end(self, side: _Side, slot: int, result: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -219,10 +239,7 @@ class RowsStepper:
             side.note_end(slot, False, True)
         if group.autoreset == "SAME_STEP":
             try:
-                observation, info = group.begin(slot)
-                side.write(slot, observation)
-                if info:
-                    infos.append((slot, _taken(info)))
+                self._begin(side, slot, *group.begin(slot), infos)
             except Exception as again:
                 self._note_failure(side, slot, failure_of(again), failures)
 
@@ -239,95 +256,57 @@ class RowsStepper:
         self._segment.words[SLOT] = 0
         if side.digest is not None:
             side.digest()
-        irregular = b"" if side.loose is None else pickle.dumps(side.loose, protocol=5)
-        evidence = b"" if side.loose is None else pack_evidence(side.evidence)
+        rows, evidence, irregular, flags = side.rows, b"", b"", side.flags
+        if flags & IRREGULAR:
+            assert rows.loose is not None
+            evidence, irregular = pack_evidence(rows.evidence), pickle.dumps(rows.loose, protocol=5)
         answer_rows(
             self._segment,
             number,
             self._packer,
             infos,
-            flags=side.flags | (IRREGULAR if irregular else 0),
+            flags=flags,
+            tag=side.bank.view[4],
             evidence=evidence,
             irregular=irregular,
             failures=failures,
             generators=self._group.starts.take(),
+            spaces=self._group.take_spaces(),
         )
 
 
 class _Side:
-    """One of the two banks: where the envs' observations, rewards and flags go.
+    """One of the two banks.
 
     Attributes:
-        cells, key: ``cells[slot][key] = observation`` writes an observation, or raises TypeError or ValueError though
-            it may fit all the same: :meth:`write` decides.
-        whole: All observations, where they are arrays of one or more dimensions; else ``None``.
-        rewards: What rewards are assigned to.
+        rows: Where the envs' observations and rewards go.
         flags: Those of the reply, as far as they are known.
-        loose: Where observations have no rows: each of them pickled, ``None`` for a blank one. Else ``None``.
-        evidence: Where observations have no rows: a digest of each, ``b""`` for a blank one.
         digest: Computes the digests, where observations are digested.
     """
 
-    __slots__ = (
-        "_flags",
-        "_leaves",
-        "_unset",
-        "bank",
-        "cells",
-        "digest",
-        "evidence",
-        "flags",
-        "key",
-        "loose",
-        "rewards",
-        "whole",
-        "write",
-    )
+    __slots__ = ("_flags", "_least", "_unset", "bank", "digest", "flags", "rows")
 
     def __init__(self, group: EnvGroup, bank: Bank) -> None:
         self.bank = bank
-        self.rewards = bank.rewards.data
-        self.whole: Any = None
-        self.flags = 0
-        self.loose: list[bytes | None] | None = None
-        self.evidence = [b""] * group.slots
+        self.rows: Cast | Verbatim = (Verbatim if group.exact else Cast)(group.observation_space, bank)
+        self.flags = self._least = 0 if self.rows.loose is None else IRREGULAR
         self.digest: Callable[[], None] | None = None
-        self.key: Any = _WHOLE
-        self.write: Callable[[int, Any], None]
-        self._leaves: list[Any] = []
+        if bank.digests is not None:
+            self.digest = digester(bank.digests, self.rows.leaves)
         layout = bank.layout
         self._flags = bank.view[layout.terminated : layout.shown]
         self._unset = bytes(layout.shown - layout.terminated)
-        space = group.observation_space
-        if not has_rows(space):
-            self.loose = [None] * group.slots
-            self.write = self._keep
-            self.cells: list[Any] = [Cell(self._keep, slot) for slot in range(group.slots)]
-            return
-        self._leaves = leaf_arrays(space, bank)
-        tree = nested(space, self._leaves)
-        self.write = row_writer(tree)
-        if isinstance(tree, np.ndarray) and tree.ndim == 1 and tree.dtype.isnative and tree.dtype.char in _ITEMS:
-            self.cells, self.key = [tree[slot : slot + 1].data for slot in range(group.slots)], 0
-        else:
-            self.cells = cells(tree, group.slots)
-            self.whole = tree if isinstance(tree, np.ndarray) and tree.ndim > 1 else None
-        if bank.digests is not None:
-            self.digest = digester(bank.digests, self._leaves)
 
-    def _keep(self, slot: int, observation: Any) -> None:
-        assert self.loose is not None
-        self.loose[slot] = pickled("step", observation)
-        self.evidence[slot] = evidence_of(observation)
+    def show(self, slot: int, observation: Any) -> None:
+        """Write an observation, whatever it is."""
+        self.rows.show(slot, observation)
+        if self.rows.loose is not None:
+            self.flags |= IRREGULAR
 
     def blank(self, slot: int) -> None:
         """Write the row of an env of which there is nothing to tell."""
-        self.bank.rewards[slot] = 0.0
-        self._flags[slot] = self._flags[len(self.cells) + slot] = 0
-        if self.loose is not None:
-            self.loose[slot], self.evidence[slot] = None, b""
-        for leaf in self._leaves:
-            leaf[slot] = 0
+        self.bank.terminated[slot] = self.bank.truncated[slot] = False
+        self.rows.blank(slot)
 
     def note_end(self, slot: int, terminated: Any, truncated: Any) -> None:
         """Set the flags of an env whose episode has ended."""
@@ -347,7 +326,7 @@ class _Side:
     def clear_flags(self) -> None:
         """Unset flags and final digests of all envs: an earlier request, or the trainer, may have set some."""
         self._flags[:] = self._unset
-        self.flags = 0
+        self.flags = self._least
 
 
 class _SkippedError(Exception):
@@ -360,12 +339,3 @@ class _ResetRaisedError(Exception):
 
 def _be_skipped(skipped: int, action: Any) -> NoReturn:
     raise _SkippedError(skipped)
-
-
-def _taken(info: Any) -> Any:
-    """Return the info as it is now: the env may change what is in it with its next step."""
-    if not isinstance(info, dict):
-        raise wrong_info(info)
-    if NUMBERS.issuperset(map(type, info.values())):
-        return dict(info)
-    return pickled("step", info)

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from kit import first_difference
+from kit.trajectories import first_difference
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
@@ -43,23 +43,41 @@ def expect_same(one: Any, other: Any, where: object = "") -> None:
 
 
 def run_side_by_side(
-    ours: AnyVectorEnv, theirs: AnyVectorEnv, steps: int, *, seed: int = 7, actions: Callable[[int], Any] | None = None
+    ours: Any,
+    theirs: AnyVectorEnv,
+    steps: int,
+    *,
+    seed: int = 7,
+    actions: Callable[[int], Any] | None = None,
+    before_step: Callable[[int], object] = bool,
+    infos: bool = True,
 ) -> int:
     """Step both with the same actions, and reset what has ended where nobody else does.
+
+    Args:
+        ours: The envs in question.
+        theirs: A vector env of the same envs, in which nothing happens to any process.
+        steps: How many.
+        seed: Of the first reset, and of the actions.
+        actions: What is done in each step; None: samples.
+        before_step: Called with the number of each step, from 0: kills, looks on.
+        infos: Compare them, too.
 
     Returns:
         How many episodes ended.
     """
+    parts = 5 if infos else 4
     disabled = theirs.metadata["autoreset_mode"] is AutoresetMode.DISABLED
     theirs.action_space.seed(seed)
-    expect_same(ours.reset(seed=seed), theirs.reset(seed=seed), "reset")
+    expect_same(*(envs.reset(seed=seed)[: parts - 3] for envs in (ours, theirs)), "reset")
     ended, episodes = np.zeros(theirs.num_envs, np.bool_), 0
     for step in range(steps):
         if disabled and ended.any():
-            results = [envs.reset(options={"reset_mask": ended.copy()}) for envs in (ours, theirs)]
+            results = [envs.reset(options={"reset_mask": ended.copy()})[: parts - 3] for envs in (ours, theirs)]
             expect_same(*results, f"reset before step {step}")
         action = theirs.action_space.sample() if actions is None else actions(step)
-        mine, other = ours.step(action), copy.deepcopy(theirs.step(action))
+        before_step(step)
+        mine, other = ours.step(action)[:parts], copy.deepcopy(theirs.step(action)[:parts])
         expect_same(mine, other, f"step {step}")
         ended = other[2] | other[3]
         episodes += int(ended.sum())

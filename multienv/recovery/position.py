@@ -1,0 +1,129 @@
+"""Where a worker's envs stand, as the caller has seen them: the one thing that a recovery leads back to.
+
+The supervisor writes it, and the hot path; everybody else reads it. A kept snapshot, a checkpoint and a crash report
+hold what :meth:`Position.dump` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from multienv.recovery.journal import Journal
+from multienv.wire.messages import Build
+from multienv.wire.segment import Segment
+
+
+class Position:
+    """Holds all that the caller has seen of one worker.
+
+    Args:
+        build: The request that built the present envs.
+        journal: What drove them.
+
+    Attributes:
+        number: Of the last request whose answer was collected.
+        seen: Number of the last reply with an observation; 0: none. Its rows lie in the bank of that number.
+        loose: What the caller saw that has no place in a bank. Of several envs an item for each. Of one env the number
+            of the reply and what it was: it holds if that reply is the one seen last.
+        spaces: Observation and action space that a single env has set since it was built, pickled; ``b""``: none.
+        journal, build: As given; the seeds and generators in ``build`` are those of the present envs.
+        steps: Step requests answered.
+        episodes: Episodes begun, of all envs together.
+        steps_before: Step requests answered before the running episode of each env.
+        seeds: Of the last seeded reset, for each env.
+        seconds: Time that the envs took so far, about.
+    """
+
+    __slots__ = (
+        "build",
+        "episodes",
+        "journal",
+        "loose",
+        "number",
+        "seconds",
+        "seeds",
+        "seen",
+        "spaces",
+        "steps",
+        "steps_before",
+    )
+
+    def __init__(self, build: Build, journal: Journal) -> None:
+        self.build, self.journal = build, journal
+        self.number, self.seen = 1, 0
+        self.loose: Any = [None] * len(build.draws) if not build.exact else (0, b"")
+        self.spaces = b""
+        self.steps = self.episodes = 0
+        self.steps_before = [0] * len(build.draws)
+        self.seeds: list[int | None] = [None] * len(build.draws)
+        self.seconds = 0.0
+
+    @property
+    def irregular(self) -> bytes:
+        """Return what a single env showed last that has no place in a bank; ``b""``: it has one."""
+        number, irregular = self.loose
+        return bytes(irregular) if number == self.seen else b""
+
+    # --- counting ---------------------------------------------------------------------------------
+
+    def count_reset(self, seeds: Iterable[int | None], touches: Any) -> None:
+        """Count the episodes that an answered reset has begun; ``touches`` tells of a slot whether it was reset."""
+        for slot, seed in enumerate(seeds):
+            if touches(slot):
+                self.episodes += 1
+                self.steps_before[slot] = self.steps
+                self.seeds[slot] = self.seeds[slot] if seed is None else seed
+
+    def count_ends(self, slots: Iterable[int]) -> None:
+        """Count the episodes that begin because the step which is answered now, and not counted yet, has ended others.
+
+        They begin with this step or the next, where the worker resets by itself; else a reset begins them.
+        """
+        if self.build.autoreset in ("NEXT_STEP", "SAME_STEP"):
+            before = self.steps + 1 + (self.build.autoreset == "NEXT_STEP")
+            for slot in slots:
+                self.steps_before[slot] = before
+                self.episodes += 1
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def shown(self, segment: Segment) -> dict[str, Any]:
+        """Return what the caller saw last, as plain data; ``segment``: of the process that showed it."""
+        bank = segment.banks[self.seen & 1]
+        rows = bytes(bank.view[bank.layout.rewards :]) if self.seen else b""  # else a lost process may have written it
+        loose = self.irregular if self.build.exact else list(self.loose)
+        return {"seen": self.seen, "loose": loose, "bank": rows}
+
+    def show(self, segment: Segment, shown: Mapping[str, Any]) -> None:
+        """Note that the caller has seen what :meth:`shown` returned; its rows are put into a bank of ``segment``."""
+        self.seen = shown["seen"]
+        self.loose = (self.seen, shown["loose"]) if self.build.exact else list(shown["loose"])
+        bank = segment.banks[self.seen & 1]
+        if len(shown["bank"]) == bank.layout.size - bank.layout.rewards:
+            bank.view[bank.layout.rewards :] = shown["bank"]
+
+    def dump(self, segment: Segment) -> dict[str, Any]:
+        """Return all of it as plain data; ``segment``: of the process that showed what was seen last."""
+        return {
+            "journal": self.journal.dump(),
+            "shown": self.shown(segment),
+            "spaces": self.spaces,
+            "build": (self.build.seeds, self.build.draws, dict(self.build.generators)),
+            "seeds": tuple(self.seeds),
+            "number": self.number,
+            "steps": self.steps,
+            "steps_before": tuple(self.steps_before),
+            "episodes": self.episodes,
+            "seconds": self.seconds,
+        }
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """Hold what :meth:`dump` returned, but for what was seen last: that needs a process, see :meth:`show`."""
+        self.journal.load(data["journal"])
+        seeds, draws, generators = data["build"]
+        self.build = replace(self.build, seeds=seeds, draws=draws, generators=generators)
+        self.seeds[:], self.steps_before[:] = data["seeds"], data["steps_before"]
+        self.number, self.steps, self.episodes = data["number"], data["steps"], data["episodes"]
+        self.seconds, self.spaces = data["seconds"], data["spaces"]

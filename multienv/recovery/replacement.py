@@ -1,0 +1,78 @@
+"""A process that is replaced by plan, between two requests: where its successor comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from multienv.processes.channel import Channel
+from multienv.recovery.journal import Plan
+from multienv.recovery.policy import Effort
+from multienv.recovery.position import Position
+from multienv.recovery.recoverer import NotBuilt, Recoverer, RequestFailedError, Unrecoverable
+from multienv.sometimes import sometimes
+from multienv.wire.messages import Build
+
+
+class Replacement(NamedTuple):
+    """Says what came of a replacement by plan.
+
+    Attributes:
+        effort: What it took.
+        reason: Why there is none, or why what goes on is not exact; or ``""``.
+        channel: To the new process; ``None``: there is none.
+        build: The request that built its envs.
+        lasting: Calls and attributes that were repeated in it, if all its envs are new ones.
+        plan: What was replayed in it, if not all are.
+        is_built: The envs could be built.
+    """
+
+    effort: Effort
+    reason: str = ""
+    channel: Channel | None = None
+    build: Build | None = None
+    lasting: tuple[bytes, ...] = ()
+    plan: Plan | None = None
+    is_built: bool = True
+
+
+def can_replay(position: Position, anew: frozenset[int]) -> bool:
+    """Tell whether a replay may lead to all envs but those that are to be new ones, as far as is known."""
+    journal = position.journal
+    return not journal.memory.has_shown and any(plan.missing.keys() <= anew for plan in journal.plans(near=True))
+
+
+def replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, bytes]) -> Replacement:
+    """Bring envs, which are not lost, to a new process.
+
+    Args:
+        recoverer: Of the worker.
+        position: Where the envs stand.
+        generators: Slot → state of its random generators, of envs that are to be new ones because they are between two
+            episodes. The others are replayed.
+    """
+    effort, journal, memory = recoverer.begin(planned=True), position.journal, position.journal.memory
+    is_anew = len(generators) == journal.slots
+    if memory.has_shown and not is_anew:
+        return Replacement(effort, memory.reservation)
+    try:
+        if is_anew:
+            build = replace(position.build, generators=generators)
+            channel, lasting = recoverer.begin_anew(build, effort, journal.all_lasting() if journal.replaying else ())
+            return Replacement(effort, "", channel, build, lasting)
+        build = replace(position.build, generators={**position.build.generators, **generators})
+        # A short replay: a replay of the whole past would repeat what leaked.
+        plans = journal.plans(near=True, anew=generators)
+        found = recoverer.bring_back(build, plans, effort, journal.why_no_plan(), generators)
+    except (Unrecoverable, RequestFailedError, OSError) as reason:
+        if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
+            raise
+        sometimes("a replacement by plan fails")
+        return Replacement(effort, str(reason), is_built=not isinstance(reason, NotBuilt))
+    if not found.mismatches.keys() <= generators.keys():
+        sometimes("a replacement by plan differs")
+        found.channel.kill()
+        found.channel.release()
+        return Replacement(effort, next(iter(found.mismatches.values())))
+    return Replacement(effort, "", found.channel, build, plan=found.plan)

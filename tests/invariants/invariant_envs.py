@@ -1,0 +1,248 @@
+"""Envs of the tests of the invariants, in a module of their own: workers import it, and no test with it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import random
+import signal
+import termios
+import threading
+import time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, NondeterministicEnv
+
+
+class DrawingEnv(CounterEnv):
+    """Draws in its infos and in calls too; a short one and one of milliseconds, in which a kill can fall."""
+
+    def _info(self) -> dict[str, Any]:
+        return {"luck": float(self.np_random.normal())}
+
+    def draw(self, count: int = 1) -> float:
+        return float(self.np_random.random(count).sum())
+
+
+def pong() -> Any:
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    return gymnasium.make("ALE/Pong-v5")
+
+
+class MemoryEnv(CounterEnv):
+    """Counts all its steps, which a reset does not end; from some step on what it draws depends on the count."""
+
+    def __init__(self, shows_after: float = math.inf, horizon: int = 5) -> None:
+        super().__init__(horizon=horizon, count_episodes=False)
+        self.shows_after, self.steps_ever = shows_after, 0
+
+    def step(self, action: Any) -> Any:
+        self.steps_ever += 1
+        return super().step(action)
+
+    def _next_draw(self) -> float:
+        shown = 0.001 * self.steps_ever if self.steps_ever >= self.shows_after else 0.0
+        return super()._next_draw() + shown
+
+
+def with_thread(shows_after: float) -> MemoryEnv:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return MemoryEnv(shows_after)
+
+
+class CountsResets(CounterEnv):
+    """Counts its resets, those that raise too, and gives that number as a reward in the end."""
+
+    def __init__(self) -> None:
+        super().__init__(horizon=15, count_episodes=False)
+        self.resets = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.resets += 1
+        if options:
+            raise ValueError("there is no such map")
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, ended, *rest = super().step(action)
+        return (observation, float(self.resets) if ended else reward, ended, *rest)
+
+
+class DelayedByPipe(MemoryEnv):
+    """Keeps its last observations in a pipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = os.pipe()
+        os.write(self.ends[1], bytes(3))
+
+    def step(self, action: Any) -> Any:
+        os.write(self.ends[1], bytes([int(action)]))
+        observation, _, *rest = super().step(action)
+        return (observation, float(os.read(self.ends[0], 1)[0]), *rest)
+
+    def close(self) -> None:
+        for end in self.ends:
+            os.close(end)
+
+
+class EchoEnv(CounterEnv):
+    """Gives back what it is called with: at once, late, or not at all."""
+
+    def echo(self, number: int, how: str = "") -> int:
+        if how == "raise":
+            raise KeyError(number)
+        time.sleep({"late": 0.05, "never": 3600}.get(how, 0))
+        return number
+
+
+def hangs_in_its_second_life(path: str) -> FaultyEnv:
+    """Hang in the third step of the second process, which is one of its replay."""
+    with Path(path).open("a") as file:
+        file.write("b")
+    is_second = Path(path).stat().st_size == 2
+    return FaultyEnv(fault=Fault("hang_c", "step", at=3, ignore_sigterm=True) if is_second else ())
+
+
+class MarksTheSecondLife(CounterEnv):
+    """Leaves a file when it is built for the second time; dies in its second step of the first life, if told so."""
+
+    def __init__(self, directory: Path, *, dies: bool) -> None:
+        super().__init__()
+        self.directory, self.dies = directory, dies and not (directory / "built").exists()
+        (directory / ("rebuilt" if (directory / "built").exists() else "built")).touch()
+
+    def step(self, action: Any) -> Any:
+        if self.dies and self.episode_step == 1:
+            while not (self.directory / "waits").exists():
+                time.sleep(0.002)
+            time.sleep(0.1)  # until the trainer sleeps, too
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+class WaitsForTheSecondLife(CounterEnv):
+    """Returns from its second step when the other env has been built for the second time."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def step(self, action: Any) -> Any:
+        if self.episode_step == 1:
+            (self.directory / "waits").touch()
+            while not (self.directory / "rebuilt").exists():
+                time.sleep(0.002)
+        return super().step(action)
+
+
+class HangsInLongReplays(CounterEnv):
+    """In each process but the first one its 21st step hangs."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__(horizon=5, count_episodes=False)
+        self.left = 20 if marker.exists() else 1_000_000
+        marker.touch()
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            time.sleep(3600)
+        return super().step(action)
+
+
+class HangsWhenToldAgain(CounterEnv):
+    """Its method hangs in each process but the first one."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__(horizon=5)
+        self.is_first = not marker.exists()
+        marker.touch()
+
+    def tell(self) -> None:
+        while not self.is_first:
+            time.sleep(1)
+
+
+class Leaking(CounterEnv):
+    """Keeps 1 MiB of each step for ever, in its process."""
+
+    kept: list[bytearray] = []  # noqa: RUF012 - that is the leak
+
+    def step(self, action: Any) -> Any:
+        self.kept.append(bytearray(os.urandom(1024) * 1024))
+        return super().step(action)
+
+
+class SharedMemoryEnv(ForkingEnv):
+    """Has shared memory with a name, which it never unlinks, and forked children that hold all that it has open."""
+
+    def __init__(self, **forking: Any) -> None:
+        self.shared = SharedMemory(create=True, size=4096)
+        self.shared_name = self.shared.name
+        tracker: Any = resource_tracker._resource_tracker
+        self.tracker = tracker._pid
+        unread = ctypes.c_int(1)
+        while unread.value:  # until the tracker is up, and has read the name
+            ctypes.CDLL(None).ioctl(tracker._fd, termios.FIONREAD, ctypes.byref(unread))
+        super().__init__(how="fork", **forking)
+
+    def step(self, action: Any) -> Any:
+        if action == 0:
+            while True:
+                ctypes.PyDLL(None).pause()  # hangs in C
+        return super().step(action)
+
+
+class UntidyEnv(CounterEnv):
+    """Has shared memory with a name, which it never unlinks; does not wait for the resource tracker to start."""
+
+    def __init__(self) -> None:
+        self.shared_name = SharedMemory(create=True, size=4096).name
+        super().__init__()
+
+
+class FileEnv(CounterEnv):
+    """Adds to a file with each step, and shows how long it is: a replay writes again what has been written."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(horizon=None)
+        self.path = path
+
+    def step(self, action: Any) -> Any:
+        with Path(self.path).open("ab") as file:
+            file.write(b".")
+        return super().step(action)
+
+    def _next_draw(self) -> float:
+        return super()._next_draw() + (Path(self.path).stat().st_size if Path(self.path).exists() else 0)
+
+
+class WideEnv(NondeterministicEnv):
+    """Observes float64 where its space says float32: of a single env that travels as a payload."""
+
+    def _observe(self) -> Any:
+        return super()._observe().astype(np.float64)
+
+
+class HiddenGoalEnv(CounterEnv):
+    """Draws in ``reset()``, from a generator that all envs of the process share, what its last reward alone shows."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            random.seed(seed)
+        self.goal = random.random()
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, self.goal if terminated else 0.0, terminated, truncated, info

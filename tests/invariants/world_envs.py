@@ -1,0 +1,145 @@
+"""An env that draws a world in each episode, and shows it in observations of any kind. Workers import it by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+LARGE = 5000  # what took more than 4 KiB was not compared once
+
+
+class AnySpace(spaces.Space[Any]):
+    """Has any value: such observations have no fixed layout."""
+
+    def contains(self, x: Any) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AnySpace)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclasses.dataclass
+class Seen:
+    frame: Any
+    words: str
+
+
+class Tensor:
+    """As torch's: it is read through numpy, and its pickle has the address of its memory in it."""
+
+    def __init__(self, values: Any) -> None:
+        self.values, self.address = np.asarray(values), id(self)
+        self.shape, self.dtype = self.values.shape, self.values.dtype
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.values
+
+    def __dlpack__(self) -> None:
+        raise NotImplementedError
+
+
+class Opaque:
+    """Pickles to other bytes each time."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        return Opaque, (self.value,), {"nonce": os.urandom(8)}
+
+
+def zeros(value: float, shape: Any = LARGE, dtype: Any = np.float64) -> Any:
+    """Return an array that shows the value in its last place but one."""
+    array = np.zeros(shape, dtype)
+    array.reshape(-1)[-2] = value
+    return array
+
+
+BOX = spaces.Box(-1, 1, (LARGE,), np.float32)
+
+
+WAYS: dict[str, tuple[Callable[[float], Any], Any]] = {
+    "a dict in another order": (
+        lambda value: {"b": zeros(value, dtype=np.float32), "a": zeros(0, dtype=np.float32)},
+        spaces.Dict(a=BOX, b=BOX),
+    ),
+    "float64 in a float32 Box": (zeros, BOX),
+    "a small float64": (lambda value: zeros(value, 3), spaces.Box(-1, 1, (3,), np.float32)),
+    "one pixel": (
+        lambda value: zeros(int(255 * value), (300, 200, 3), np.uint8),
+        spaces.Box(0, 255, (300, 200, 3), np.uint8),
+    ),
+    "one of many pixels": (
+        lambda value: zeros(int(255 * value), (700, 500, 3), np.uint8),
+        spaces.Box(0, 255, (700, 500, 3), np.uint8),
+    ),
+    "a tuple of a number and an array": (
+        lambda value: (3, zeros(value, dtype=np.float32)),
+        spaces.Tuple([spaces.Discrete(9), BOX]),
+    ),
+    "a list": (lambda value: zeros(value, dtype=np.float32).tolist(), BOX),
+    "text": (lambda value: "x" * LARGE + str(value), spaces.Text(2 * LARGE)),
+    "a sequence": (lambda value: (zeros(value, dtype=np.float32),) * 2, spaces.Sequence(BOX)),
+    "bytes and None": (lambda value: [None, bytes(LARGE) + np.float64(value).tobytes()], AnySpace()),
+    "nested containers": (lambda value: {"a": [{"b": (1, {2: zeros(value)})}, {3, 1}]}, AnySpace()),
+    "a dataclass": (lambda value: Seen(zeros(value), "words"), AnySpace()),
+    "a tensor": (lambda value: {"x": Tensor(zeros(value))}, AnySpace()),
+    "numpy's scalars": (lambda value: [np.float32(1), np.float64(value), "x" * LARGE], AnySpace()),
+}
+
+
+class WorldEnv(gymnasium.Env[Any, Any]):
+    """Shows a number that is drawn in each reset, or in each step, and nowhere else but in its observations.
+
+    Args:
+        way: How it is shown, a key of :data:`WAYS`; or ``"opaque"``.
+        chance: Drawn from what no replay can know: ``"reset"``, ``"step"``; ``""``: from the env's own generator.
+        horizon: Steps in an episode.
+    """
+
+    def __init__(self, way: str, chance: str, horizon: int = 1000) -> None:
+        self.show, self.observation_space = WAYS.get(way, (Opaque, AnySpace()))
+        self.action_space = spaces.Discrete(2)
+        self.chance, self.horizon, self.world, self.steps = chance, horizon, 0.0, 0
+
+    def _draw(self, when: str) -> None:
+        known = float(self.np_random.random())
+        self.world = int.from_bytes(os.urandom(6), "little") / 2**48 if self.chance == when else known
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._draw("reset")
+        self.steps = 0
+        return self.show(self.world), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.chance != "reset":
+            self._draw("step")
+        return self.show(self.world), 1.0, self.steps >= self.horizon, False, {}
+
+
+class FinalWorld(WorldEnv):
+    """Draws the last number of each episode from what no replay can know; all others, and what follows, are known."""
+
+    def step(self, action: Any) -> Any:
+        told = super().step(action)
+        if told[2] and self.chance == "end":
+            self.world = int.from_bytes(os.urandom(6), "little") / 2**48
+        return (self.show(self.world), *told[1:])
+
+
+class VectorRewards(WorldEnv):
+    """Gives vectors as rewards, as mo-gymnasium does, beside an observation that does not fit its space."""
+
+    def step(self, action: Any) -> Any:
+        _, _, *rest = super().step(action)
+        return (self.show(0.0), np.array([1.0, self.world]), *rest)

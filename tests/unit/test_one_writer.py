@@ -1,0 +1,119 @@
+"""Each state of a worker is written by the modules that the table in docs/design.md names, and by no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import multienv
+from multienv.recovery.healing import Healing
+from multienv.recovery.hot_path import StepBuffers
+from multienv.recovery.journal import Journal
+from multienv.recovery.maintenance import Maintenance
+from multienv.recovery.pending import Pending
+from multienv.recovery.position import Position
+from multienv.recovery.recoverer import Recoverer
+
+PACKAGE = Path(multienv.__file__).parent
+DESIGN = PACKAGE.parent / "docs" / "design.md"
+# First words of a row -> how code calls the object that holds the state, its class, and attributes that it counts for;
+# (): all of them.
+OWNERS: dict[str, tuple[set[str], str, set[str]]] = {
+    "what the worker": ({"supervisor", "worker"}, "Supervisor", {"state", "last_answer"}),
+    "what the caller": ({"position", "_position"}, Position.__name__, set()),
+    "what drove": ({"journal", "_journal"}, Journal.__name__, set()),
+    "the pending": ({"pending", "_pending"}, Pending.__name__, set()),
+    "the process": ({"supervisor", "worker"}, "Supervisor", {"channel", "segment", "buffers"}),
+    "the loss": ({"healing"}, Healing.__name__, set()),
+    "whether": ({"maintenance", "_maintenance"}, Maintenance.__name__, set()),
+    "how the envs": ({"recoverer"}, Recoverer.__name__, set()),
+}
+# Methods that change their object, and what is no attribute of it but a value in it.
+CHANGES = {
+    "Position": {"count_reset", "count_ends", "show", "load"},
+    "Journal": {"begin", "log", "cut", "note_start", "note_ends", "lose", "go_on_from", "trim", "lay_out", "load"},
+    "Pending": {
+        "begin",
+        "begin_step",
+        "arm",
+        "bound",
+        "find_limit",
+        "note_time",
+        "learn",
+        "was_slow",
+        "settled",
+        "save",
+    },
+    "Healing": set(),
+    "Maintenance": {"begin", "spoil", "put_off", "leave", "moved", "took", "look"},
+    "Recoverer": {"launch", "await_build", "handed_over", "close", "release"},
+    "Supervisor": set(),
+}
+
+
+def rows() -> dict[str, set[str]]:
+    """Return the table: the first words of what it is -> the modules that write it."""
+    text = DESIGN.read_text().split("## Who writes what")[1].split("\n## ")[0]
+    found = {}
+    for what, _, writers in re.findall(r"^\| (?!what \|)([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE):
+        name = next(begin for begin in OWNERS if what.startswith(begin))
+        found[name] = set(re.findall(r"`([a-z_]+\.py)`", writers))
+    return found
+
+
+def targets_of(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield what a statement assigns to, one by one."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    for target in targets:
+        yield from target.elts if isinstance(target, ast.Tuple) else [target] if target is not None else []
+
+
+def written(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
+    """Yield (class around it, name of the object, attribute or method) for each store and each call of a method."""
+    classes = {
+        id(inside): one.name for one in ast.walk(tree) if isinstance(one, ast.ClassDef) for inside in ast.walk(one)
+    }
+    for node in ast.walk(tree):
+        around = classes.get(id(node), "")
+        places = list(targets_of(node)) if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else []
+        places += [node.func] if isinstance(node, ast.Call) else []
+        for place in places:
+            while isinstance(place, ast.Subscript):
+                place = place.value
+            if isinstance(place, ast.Attribute):
+                kind = "()" if isinstance(node, ast.Call) else ""
+                yield around, ast.unparse(place.value).split(".")[-1], place.attr + kind
+
+
+def writers(name: str) -> set[str]:
+    """Return the modules that write a state."""
+    names, owner, only = OWNERS[name]
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for around, of, what in written(ast.parse(path.read_text())):
+            is_own = of == "self" and around == owner
+            attribute = what.removesuffix("()")
+            is_change = attribute in CHANGES[owner] if what.endswith("()") else attribute in only or not only
+            if (of in names or is_own) and is_change:
+                found.add(path.name)
+    return found
+
+
+@pytest.mark.parametrize("name", list(OWNERS))
+def test_a_state_is_written_where_the_table_says(name: str) -> None:
+    assert writers(name) == rows()[name]
+
+
+def test_the_table_has_all_rows() -> None:
+    assert rows().keys() == OWNERS.keys()
+
+
+def test_what_the_hot_path_writes_has_a_place_in_one_object() -> None:
+    """So the C code, which finds attributes by their place, writes no more than the table says."""
+    assert {"number", "seen", "steps", "journal"} <= set(Position.__slots__)
+    assert {"limit", "until", "step_limit"} <= set(Pending.__slots__)
+    assert "limit" not in StepBuffers.__slots__
