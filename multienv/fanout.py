@@ -224,7 +224,7 @@ class FanOut:
         self._threads = min(threads or len(members), len(members))
         self._name = name
         self._executor: Pool | None = None
-        self._bell: Bell | None = None  # of all endless rounds: what comes in a finalizer, Ctrl-C too, is swallowed
+        self._bell: Bell | None = None  # of all endless rounds: what a handler raises in a finalizer is swallowed
         self._look_at = 0.0  # when to look for dead processes although others are ready
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)

@@ -68,11 +68,12 @@ live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
 def undisturbed(function: Callable[[], T]) -> T:
     """Call a function so that no signal handler interrupts it.
 
-    Between the system call that makes a descriptor and the line that notes it, a signal handler may raise
-    KeyboardInterrupt, and the descriptor is lost. Blocking signals does not help: another thread, of BLAS for
-    instance, takes the signal, and Python runs the handler in the main thread all the same. But only there: a function
-    that is called from the main thread therefore runs in a thread of its own. An interruption then finds the caller
-    waiting; the result of the function is dropped, and its finalizer closes the descriptors.
+    Between the system call that makes a descriptor and the line that notes it, a handler of the user's may raise, and
+    the descriptor is lost. (Ctrl-C is not raised there: see ``interrupts.py``.) Blocking signals does not help: another
+    thread, of BLAS for instance, takes the signal, and Python runs the handler in the main thread all the same. But
+    only there: a function that is called from the main thread therefore runs in a thread of its own. An exception of a
+    handler then finds the caller waiting; the result of the function is dropped, and its finalizer closes the
+    descriptors.
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
