@@ -1,6 +1,6 @@
 """What the caller gets for a reply: read out of the bank and the payload, with honest truncations laid over it.
 
-``ExactAnswers`` is for one env, ``RowsAnswers`` for several. A truncation shows the observations once more that the
+A single env is a batch of one, whose caller gets slot 0 alone. A truncation shows the observations once more that the
 caller saw last, as the worker's position says. Reading a reply does not change it: the supervisor commits what was
 ``Read`` together with the request.
 """
@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from multienv.errors import ResultNotPicklableError
-from multienv.recovery.position import Position
+from multienv.recovery.position import Loose, Position
 from multienv.wire.banks import ENDED, FAILED, IRREGULAR, NOT_RESET
-from multienv.wire.codecs import ExactCodec, RowsCodec, RowsReply, Transition, payload_of
+from multienv.wire.codecs import Codec, RowsReply, Transition, payload_of
 from multienv.wire.infos import NONE, Extras, Illegible, unpack_extras
 from multienv.wire.messages import Failure, Reset, foreign
 from multienv.wire.segment import Segment
@@ -60,20 +60,22 @@ class Read:
     irregular: bytes
     rest: bytes
     seen: int
-    loose: Any
+    loose: Loose
     ended: bool = False
     truncated_errors: dict[int, Exception] = field(default_factory=dict)
 
 
-class ExactAnswers:
-    """Makes the answers of one env.
+class Answers:
+    """Makes the answers of one worker: rows of a batch, or what a single env returned to the bit.
 
     Args:
-        codec: Of the env.
+        codec: Of the envs.
         position: What the caller has seen.
         error_of: Builds the error of a failure.
         told: What ``info["multienv"]`` says of a truncation.
-        on_spaces: Called with the spaces that the env has set, pickled.
+        on_spaces: Called with the spaces that a single env has set, pickled.
+        same_step: The worker begins the next episode in the step that ended one.
+        truncates: What an env of a batch raises in a step is made a truncation of.
 
     Attributes:
         started: Number of the last reply that tells how random generators stood before resets; 0: none did.
@@ -84,108 +86,38 @@ class ExactAnswers:
 
     def __init__(
         self,
-        codec: ExactCodec,
+        codec: Codec,
         position: Position,
         error_of: ErrorOf,
         told: Told,
         on_spaces: Callable[[bytes], object],
-    ) -> None:
-        self._codec, self._position = codec, position
-        self._error_of, self._told, self._on_spaces = error_of, told, on_spaces
-        self.started, self.generators = 0, NONE
-
-    def read(self, segment: Segment, number: int) -> Read:
-        """Return the reply as it travelled. Raises nothing: all of it is bytes."""
-        return Read(number, *payload_of(segment, number), self._position.seen, self._position.loose)
-
-    def step(self, segment: Segment, read: Read, skipped: Skipped) -> Transition | Exception:
-        """Return the transition that a reply to a step shows, or what the env raised."""
-        number, bank = read.number, segment.banks[read.number & 1]
-        if bank.view[2] == FAILED:
-            read.ended = True
-            return self._error_of(0, pickle.loads(read.rest))
-        read.seen, read.loose = number, (number, read.irregular)
-        read.ended = bool(bank.view[3] & ENDED)
-        return (*self._codec.transition(segment, number, read.irregular), self._info(number, read.rest))
-
-    def reset(
-        self, segment: Segment, read: Read, message: Reset, skipped: Skipped
-    ) -> tuple[Any, dict[str, Any]] | Exception:
-        """Return observation and info that a reply to a reset shows, or what the env raised."""
-        number = read.number
-        if segment.banks[number & 1].view[2] == FAILED:
-            return self._error_of(0, pickle.loads(read.rest))
-        read.seen, read.loose = number, (number, read.irregular)
-        info = self._info(number, read.rest)
-        return self._codec.observation(segment, number, read.irregular), info
-
-    def truncation(self, segment: Segment | None, skipped: Skipped) -> Transition:
-        """Return the honest end of an episode that cannot go on: the last observation once more."""
-        observation = None
-        if segment is not None and self._position.seen:
-            with contextlib.suppress(Exception):  # what cannot be unpickled here was never seen
-                observation = self.shown(segment)
-        return observation, 0.0, False, True, {"multienv": self._told(0, dict(skipped)[0])}
-
-    def plain(self, segment: Segment, number: int) -> Transition:
-        """Return the answer to a plain step whose info is pickled. Raises Illegible."""
-        payload = segment.read_reply_payload(number)  # without an irregular part: the rows hold all
-        info = foreign(partial(self._info, number, payload), Illegible)
-        return (*self._codec.transition(segment, number, b""), info)
-
-    def shown(self, segment: Segment) -> Any:
-        """Return the observation that the caller saw last."""
-        return self._codec.observation(segment, self._position.seen, self._position.irregular)
-
-    def _info(self, number: int, rest: bytes) -> dict[str, Any]:
-        if not rest:
-            return {}
-        extras, illegible = unpack_extras(rest)
-        _note_starts(self, number, extras.generators)
-        if extras.spaces:
-            self._on_spaces(extras.spaces)
-        for error in illegible.values():
-            raise error
-        info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]
-        return info
-
-
-class RowsAnswers:
-    """Makes the answers of a worker with several envs; arguments and attributes as those of :class:`ExactAnswers`.
-
-    Args:
-        codec, position, error_of, told: The same.
-        same_step: The worker begins the next episode in the step that ended one.
-        truncates: What an env raises in a step is made a truncation of.
-    """
-
-    __slots__ = ("__dict__", "__weakref__", "started")  # that of the hot path has a place of its own
-
-    def __init__(
-        self,
-        codec: RowsCodec,
-        position: Position,
-        error_of: ErrorOf,
-        told: Told,
         *,
         same_step: bool,
         truncates: bool,
     ) -> None:
         self._codec, self._position = codec, position
-        self._error_of, self._told = error_of, told
+        self._error_of, self._told, self._on_spaces = error_of, told, on_spaces
         self._same_step, self._truncates = same_step, truncates
-        self.started, self.generators = 0, NONE
+        self.started = 0
+        self.generators: Mapping[int, bytes] = NONE
 
     def read(self, segment: Segment, number: int) -> Read:
-        """Return the reply as it travelled."""
+        """Return the reply as it travelled. Raises nothing: all of it is bytes."""
         return Read(number, *payload_of(segment, number), self._position.seen, self._position.loose)
 
-    def step(self, segment: Segment, read: Read, skipped: Skipped) -> RowsReply | Exception:
-        """Return the rows that a reply to a step shows, those of skipped slots as honest truncations."""
-        bank = segment.banks[read.number & 1]
-        if bank.view[2] == FAILED:  # nothing was stepped: the actions cannot be unpickled there
+    def step(self, segment: Segment, read: Read, skipped: Skipped) -> RowsReply | Transition | Exception:
+        """Return what a reply to a step shows: rows, those of skipped slots as honest truncations, or a transition.
+
+        An exception is what a single env raised; or nothing was stepped, because actions cannot be unpickled there.
+        """
+        bank, exact = segment.banks[read.number & 1], self._codec.exact
+        if bank.view[2] == FAILED:
+            read.ended = exact
             return self._error_of(-1, pickle.loads(read.rest))
+        read.ended = exact and bool(bank.view[3] & ENDED)
         reply, extras = self._reply(segment, read, "step")
+        if exact:
+            return self._unwrapped(segment, read, extras)
         infos: dict[int, Any] = dict(extras.infos) if skipped else {}
         for slot, reason in skipped:
             told = {"multienv": self._told(slot, reason)}
@@ -200,11 +132,16 @@ class RowsAnswers:
         self._finish(segment, read, reply, extras, infos)
         return reply
 
-    def reset(self, segment: Segment, read: Read, message: Reset, skipped: Skipped) -> RowsReply | Exception:
-        """Return the rows after a reset; those of slots that were not reset are what the caller saw last."""
+    def reset(
+        self, segment: Segment, read: Read, message: Reset, skipped: Skipped
+    ) -> RowsReply | tuple[Any, dict[str, Any]] | Exception:
+        """Return what a reply to a reset shows; rows of slots that were not reset are what the caller saw last."""
         if segment.banks[read.number & 1].view[2] == FAILED:
             return self._error_of(-1, pickle.loads(read.rest))
         reply, extras = self._reply(segment, read, "reset")
+        if self._codec.exact:
+            observation, *_, info = self._unwrapped(segment, read, extras)
+            return observation, info
         missing = dict(skipped)
         for slot in range(self._codec.slots):
             if slot in missing or not message.touches(slot):
@@ -212,45 +149,67 @@ class RowsAnswers:
         self._finish(segment, read, reply, extras, {})
         return reply
 
-    def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply:
+    def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply | Transition:
         """Return the honest end of all episodes without a process: what was seen last once more."""
+        infos = [(slot, {"multienv": self._told(slot, reason)}) for slot, reason in skipped]
+        if self._codec.exact:
+            last = None
+            if segment is not None:
+                with contextlib.suppress(Exception):  # what cannot be unpickled here was never seen
+                    last = self._last_observation(segment, 0)
+            return last, 0.0, False, True, infos[0][1]
         assert segment is not None
         reply = self._codec.rows(segment, self._position.seen)
         reply.rewards[:], reply.terminated[:], reply.truncated[:] = 0.0, False, True
-        infos = [(slot, {"multienv": self._told(slot, reason)}) for slot, reason in skipped]
-        observations = self._loose_observations(list(self._position.loose), {})
-        return RowsReply(
-            reply.leaves, reply.rewards, reply.terminated, reply.truncated, Extras(infos, {}, observations)
-        )
+        return reply.with_extras(Extras(infos, {}, self._loose_observations(self._position.loose_now, {})))
 
-    def plain(self, segment: Segment, number: int) -> RowsReply:
+    def plain(self, segment: Segment, number: int) -> RowsReply | Transition:
         """Return the answer to a plain step of which some infos are pickled. Raises Illegible."""
         payload = segment.read_reply_payload(number)  # without an irregular part: the rows hold all
-        extras, illegible = foreign(partial(unpack_extras, payload), Illegible)
-        _note_starts(self, number, extras.generators)
+        extras, illegible = foreign(partial(self._extras, number, payload), Illegible)
+        if self._codec.exact:
+            return (*self._codec.transition(segment, number), _first_info(extras))
         reply = self._codec.rows(segment, number).with_extras(extras)
         reply.errors = {slot: unreadable("step", error) for slot, error in illegible.items()}
         return reply
 
     def shown(self, segment: Segment) -> Any:
-        """Return what the caller saw last: the arrays of the rows, or each slot's observation as it travelled."""
+        """Return what the caller saw last: an observation; the arrays of rows; or what travelled for each slot."""
+        if self._codec.exact:
+            return self._last_observation(segment, 0)
         if not self._codec.has_rows:
-            return list(self._position.loose)
+            return self._position.loose_now
         return [leaf.copy() for leaf in self._codec.rows(segment, self._position.seen).leaves]
 
+    def _extras(self, number: int, rest: bytes) -> tuple[Extras, dict[int, Exception]]:
+        """Take apart what a reply carries beside its rows; raise what a single env's info raises."""
+        extras, illegible = unpack_extras(rest) if rest else (Extras(), {})
+        if extras.generators:  # resets at which a replay can begin
+            self.started, self.generators = number, extras.generators
+        if extras.spaces:
+            self._on_spaces(extras.spaces)
+        if self._codec.exact and illegible:
+            raise illegible[0]
+        return extras, illegible
+
     def _reply(self, segment: Segment, read: Read, command: str) -> tuple[RowsReply, Extras]:
-        number, loose = read.number, list(self._position.loose)
-        reply = self._codec.rows(segment, number)
-        extras, illegible = unpack_extras(read.rest)
-        _note_starts(self, number, extras.generators)
-        errors = {slot: self._error_of(slot, failure) for slot, failure in extras.failures.items()}
-        errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
-        reply.errors = errors
-        if not self._codec.has_rows and segment.banks[number & 1].view[3] & IRREGULAR:
+        number, loose = read.number, self._position.loose_now
+        if segment.banks[number & 1].view[3] & IRREGULAR:
             pairs = zip(loose, pickle.loads(read.irregular), strict=True)
             loose = [old if new is None else new for old, new in pairs]
-        read.seen, read.loose = number, loose
+        elif self._codec.exact:
+            loose = [None]
+        read.seen, read.loose = number, (number, loose)
+        reply = self._codec.rows(segment, number)
+        extras, illegible = self._extras(number, read.rest)
+        reply.errors = {slot: self._error_of(slot, failure) for slot, failure in extras.failures.items()}
+        reply.errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
         return reply, extras
+
+    def _unwrapped(self, segment: Segment, read: Read, extras: Extras) -> Transition:
+        """Return the transition of a single env. Raises what unpickling it raises."""
+        _, (told,) = read.loose
+        return (*self._codec.transition(segment, read.number, told), _first_info(extras))
 
     def _finish(self, segment: Segment, read: Read, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
         """Write the failures into the rows of their slots.
@@ -271,7 +230,7 @@ class RowsAnswers:
                     infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": told}
                     continue
             self._show_again(segment, slot, reply)
-        extras.observations = self._loose_observations(read.loose, reply.errors)
+        extras.observations = self._loose_observations(read.loose[1], reply.errors)
         if infos:
             extras.infos = sorted(infos.items())
         reply.extras = extras if extras.infos or extras.observations is not None else None
@@ -284,10 +243,11 @@ class RowsAnswers:
                 leaf[slot] = old[slot]
 
     def _last_observation(self, segment: Segment, slot: int) -> Any:
-        seen = self._position.seen
+        seen, told = self._position.seen, self._position.loose_now[slot]
+        if self._codec.exact:
+            return self._codec.observation(segment, seen, told) if seen else None
         if self._codec.has_rows:
             return self._codec.row(segment, seen, slot) if seen else None
-        told = self._position.loose[slot]
         return None if told is None else pickle.loads(told)
 
     def _loose_observations(self, loose: list[bytes | None], errors: dict[int, Exception]) -> Any:
@@ -302,7 +262,7 @@ class RowsAnswers:
                     observations[-1] = foreign(partial(pickle.loads, told), Illegible)
                 except Illegible as error:
                     errors.setdefault(slot, unreadable("step", error))
-                    loose[slot] = self._position.loose[slot]  # the caller has not seen this observation
+                    loose[slot] = self._position.loose_now[slot]  # the caller has not seen this observation
         return observations
 
 
@@ -332,7 +292,6 @@ def call_answer(
     return values, errors
 
 
-def _note_starts(answers: ExactAnswers | RowsAnswers, number: int, generators: Mapping[int, bytes]) -> None:
-    """Note what the reply to request ``number`` tells of resets at which a replay can begin."""
-    if generators:
-        answers.started, answers.generators = number, generators
+def _first_info(extras: Extras) -> dict[str, Any]:
+    info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]
+    return info

@@ -14,6 +14,8 @@ from multienv.recovery.journal import Journal
 from multienv.wire.messages import Build
 from multienv.wire.segment import Segment
 
+Loose = tuple[int, list[bytes | None]]
+
 
 class Position:
     """Holds all that the caller has seen of one worker.
@@ -25,8 +27,8 @@ class Position:
     Attributes:
         number: Of the last request whose answer was collected.
         seen: Number of the last reply with an observation; 0: none. Its rows lie in the bank of that number.
-        loose: What the caller saw that has no place in a bank. Of several envs an item for each. Of one env the number
-            of the reply and what it was: it holds if that reply is the one seen last.
+        loose: Number of a reply, and for each slot what the caller saw in it that has no place in a bank, pickled; see
+            :attr:`loose_now`.
         spaces: Observation and action space that a single env has set since it was built, pickled; ``b""``: none.
         journal, build: As given; the seeds and generators in ``build`` are those of the present envs.
         steps: Step requests answered.
@@ -53,7 +55,7 @@ class Position:
     def __init__(self, build: Build, journal: Journal) -> None:
         self.build, self.journal = build, journal
         self.number, self.seen = 1, 0
-        self.loose: Any = [None] * len(build.draws) if not build.exact else (0, b"")
+        self.loose: Loose = 0, [None] * len(build.draws)
         self.spaces = b""
         self.steps = self.episodes = 0
         self.steps_before = [0] * len(build.draws)
@@ -61,10 +63,13 @@ class Position:
         self.seconds = 0.0
 
     @property
-    def irregular(self) -> bytes:
-        """Return what a single env showed last that has no place in a bank; ``b""``: it has one."""
-        number, irregular = self.loose
-        return bytes(irregular) if number == self.seen else b""
+    def loose_now(self) -> list[bytes | None]:
+        """Return for each slot what the caller saw last that has no place in a bank, pickled; ``None``: there it lies.
+
+        The hot path takes replies that have nothing of the kind, and notes their numbers alone.
+        """
+        number, loose = self.loose
+        return list(loose) if number == self.seen else [None] * len(loose)
 
     # --- counting ---------------------------------------------------------------------------------
 
@@ -93,13 +98,12 @@ class Position:
         """Return what the caller saw last, as plain data; ``segment``: of the process that showed it."""
         bank = segment.banks[self.seen & 1]
         rows = bytes(bank.view[bank.layout.rewards :]) if self.seen else b""  # else a lost process may have written it
-        loose = self.irregular if self.build.exact else list(self.loose)
-        return {"seen": self.seen, "loose": loose, "bank": rows}
+        return {"seen": self.seen, "loose": self.loose_now, "bank": rows}
 
     def show(self, segment: Segment, shown: Mapping[str, Any]) -> None:
         """Note that the caller has seen what :meth:`shown` returned; its rows are put into a bank of ``segment``."""
         self.seen = shown["seen"]
-        self.loose = (self.seen, shown["loose"]) if self.build.exact else list(shown["loose"])
+        self.loose = self.seen, list(shown["loose"])
         bank = segment.banks[self.seen & 1]
         if len(shown["bank"]) == bank.layout.size - bank.layout.rewards:
             bank.view[bank.layout.rewards :] = shown["bank"]

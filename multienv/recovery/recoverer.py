@@ -28,7 +28,7 @@ from multienv.recovery.turns import Turns
 from multienv.recovery.verification import differences, is_comparable
 from multienv.sometimes import sometimes
 from multienv.wire.banks import BEGIN, FAILED, HEAD, MESSAGE, STEP, U32, split_entries
-from multienv.wire.codecs import Codec, codec_of
+from multienv.wire.codecs import Codec
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import Build, Description, Failure, Message, Replay, foreign, pack_message
 from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
@@ -280,7 +280,7 @@ class Recoverer:
     def _note(self, build: Build, description: Description) -> None:
         """Keep the description of the envs; raise Unrecoverable if their spaces differ from the first time."""
         if self.description is None:
-            self.codec = codec_of(description, build.exact, build.space, build.autoreset)
+            self.codec = Codec(description, build.exact, build.space, build.autoreset)
             self.description = description
         elif self.description.spaces != description.spaces:
             raise Unrecoverable("env_fn built an env with other spaces than the first time")

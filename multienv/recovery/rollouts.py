@@ -16,7 +16,7 @@ from multienv.recovery.hot_path import GOES_ON, plain_heads
 from multienv.recovery.position import Position
 from multienv.reports.texts import original_of
 from multienv.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
-from multienv.wire.codecs import Codec, ExactCodec, RowsCodec
+from multienv.wire.codecs import Codec
 from multienv.wire.infos import Extras, Illegible, NumberInfos, numbers_in
 from multienv.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, foreign
 from multienv.wire.rows import batch_of, leaf_spaces, nested, stacked
@@ -68,7 +68,7 @@ class RolloutReader:
     Args:
         codec: Of the worker.
         scratch: A position for this reader alone: what the caller has seen so far within the rollout.
-        answers: Reads the reply to each request (``ExactAnswers``, ``RowsAnswers``) there.
+        answers: Reads the reply to each request there.
         told: What ``info["multienv"]`` says of a truncation.
         same_step: A worker with several envs begins the next episode in the step that ended one.
         truncates: What an env raises is made a truncation of.
@@ -86,7 +86,7 @@ class RolloutReader:
             head for head, meaning in plain_heads(exact=codec.exact).items() if meaning == GOES_ON or not codec.exact
         }
         # Arrays of a batch in a bank; what has none is read step by step.
-        self._leaves = leaf_spaces(codec.space) if isinstance(codec, RowsCodec) and codec.has_rows else []
+        self._leaves = leaf_spaces(codec.space) if codec.has_rows else []
 
     def read(self, first: int, message: Rollout, result: RolloutResult, skipped: Skipped) -> RolloutReply:
         """Return the reply.
@@ -112,8 +112,8 @@ class RolloutReader:
             if bank.head[0] in self._plain and (infos is not None or not payload):
                 if infos is not None:
                     reply.infos[reply.steps] = infos
-                if isinstance(self._codec, ExactCodec):
-                    shown.append(self._codec.observation(aside, number, b""))
+                if self._codec.exact:
+                    shown.append(self._codec.observation(aside, number))
                 reply.entries.append(bytes(bank.record))
                 reply.steps += 1
                 scratch.seen = number
@@ -155,7 +155,6 @@ class RolloutReader:
     def _take_rows(self, read: Read, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
         """Read a step of several envs, which lies in its bank."""
         aside, codec, step = self._aside, self._codec, reply.steps
-        assert isinstance(codec, RowsCodec)
         bank = aside.banks[read.number & 1]
         answer: Any = self._answers.step(aside, read, [one for one in skipped if bank.skipped[one[0]]])
         if isinstance(answer, Exception):  # nothing was stepped

@@ -40,7 +40,7 @@ from multienv.errors import (
 from multienv.events import Hook, Outcome, Statistics
 from multienv.processes.channel import Channel, Gone, SystemErrors
 from multienv.processes.endings import BUSY_PATIENCE, cut_short, let_go
-from multienv.recovery.answers import ExactAnswers, Read, RowsAnswers, call_answer, unreadable
+from multienv.recovery.answers import Answers, Read, call_answer, unreadable
 from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
 from multienv.recovery.deadlines import RequestDeadlines
 from multienv.recovery.healing import Healing
@@ -105,7 +105,7 @@ from multienv.reports.texts import what_happened
 from multienv.sometimes import sometimes
 from multienv.threads import Lock, beside
 from multienv.wire.banks import FAILED, entry_of
-from multienv.wire.codecs import Codec, ExactCodec, RowsReply
+from multienv.wire.codecs import Codec, RowsReply
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import (
     BEGINNING,
@@ -256,7 +256,7 @@ class Supervisor:
             on_timeout=policy.on_timeout,
         )
         self.codec: Codec | None = None
-        self.answers: Any = None  # ExactAnswers | RowsAnswers
+        self.answers: Any = None  # Answers
         self._rollout_reader: RolloutReader | None = None  # made when it is first needed
         self._checkpoints = Checkpoints(self, policy.max_snapshots)
         # Of the present process.
@@ -1001,16 +1001,15 @@ class Supervisor:
         self.answers = self._new_answers(codec, self.position)
         self.codec = codec  # last: an interruption leaves all to do again
 
-    def _new_answers(self, codec: Codec, position: Position) -> ExactAnswers | RowsAnswers:
+    def _new_answers(self, codec: Codec, position: Position) -> Answers:
         """Make what reads replies."""
         build = position.build
-        if isinstance(codec, ExactCodec):
-            return ExactAnswers(codec, position, self._error_of, self.record.truncation, self._set_spaces)
-        return RowsAnswers(
+        return Answers(
             codec,
             position,
             self._error_of,
             self.record.truncation,
+            self._set_spaces,
             same_step=build.autoreset == "SAME_STEP",
             truncates=build.truncates_errors,
         )
@@ -1018,7 +1017,7 @@ class Supervisor:
     def _set_spaces(self, spaces: bytes) -> None:
         """Show spaces that a single env has set, pickled; ``b""``: those that it was built with."""
         codec, show = self.codec, self.on_spaces()
-        assert isinstance(codec, ExactCodec)
+        assert codec is not None
         self.position.spaces, codec.checks_actions = spaces, not spaces
         shown = codec.space, codec.action_space
         with contextlib.suppress(Illegible):

@@ -1,8 +1,7 @@
 """The trainer's half of a step: how actions get into a bank, and what is read out of it.
 
-There are two codecs behind one interface. ``ExactCodec`` is for one env whose values arrive exactly as the env returned
-them. ``RowsCodec`` is for several envs whose values become rows of a batch. The worker's half is in ``worker/``; both
-halves take the layout of the banks from :func:`layout_of_envs`.
+Several envs become rows of a batch. Of a single env, a batch of one, the values arrive to the bit as it returned them.
+The worker's half is in ``worker/``; both halves take the layout of the banks from :func:`layout_of_envs`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
 from multienv.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
-from multienv.wire.banks import IRREGULAR, IRREGULAR_AT, LENGTH, BankLayout
+from multienv.wire.banks import IRREGULAR_AT, LENGTH, BankLayout
 from multienv.wire.infos import Extras, numbers_in
 from multienv.wire.layout import layout_of
 from multienv.wire.messages import Description
@@ -79,10 +78,6 @@ class RowsReply:
         return RowsReply(self.leaves, self.rewards, self.terminated, self.truncated, extras)
 
 
-def _reward_of(tag: int, number: float) -> Any:
-    return number if tag == 0 else REWARD_TYPES[tag](number)
-
-
 class ReplyPayload(NamedTuple):
     """Holds the payload of a reply, taken apart.
 
@@ -109,138 +104,103 @@ def payload_of(segment: Segment, number: int) -> ReplyPayload:
     return ReplyPayload(payload[LENGTH.size : middle], payload[middle:end], payload[end:])
 
 
-def verbatim_of(irregular: bytes) -> tuple[Any, Any, bool, bool]:
-    """Return observation, reward and flags of a single env that do not fit the bank."""
-    (packed,) = pickle.loads(irregular)
-    told: tuple[Any, Any, bool, bool] = pickle.loads(packed)
-    return told
+class Codec:
+    """Reads the replies of a worker: of several envs as rows, of a single one to the bit.
 
-
-class ExactCodec:
-    """Reads the replies of one env exactly as it gave them.
+    Args:
+        description: Of the envs.
+        exact: It is a single env, whose values arrive as it returned them.
+        space: Observation space of the batch; ``None``: that of the first env.
+        autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
 
     Attributes:
-        space, action_space: Of the env when it was built.
+        exact, slots: As given; the number of envs.
+        space, action_space: Of one env when it was built.
+        has_rows: Observations lie as rows in the banks.
         layout: Of the banks.
-        checks_actions: The env has still these spaces: an action that does not fit is refused.
+        elements: Numbers in the array that the actions of all slots are; 0 where they are no array.
+        checks_actions: Actions that do not fit the action space are refused. A single env may have set another one.
     """
 
-    exact = True
-    slots = 1
-    elements = 0
-
-    def __init__(self, description: Description) -> None:
-        ((self.space, self.action_space),) = description.spaces
-        self._observations = layout_of(self.space)
-        self.layout = layout_of_envs(True, self.space, self.action_space, 1)
+    def __init__(self, description: Description, exact: bool, space: Any = None, autoreset: str = "") -> None:
+        self.exact, self.slots = exact, len(description.spaces)
+        first_observation_space, self.action_space = description.spaces[0]
+        self.space = first_observation_space if space is None else space
+        self.has_rows = not exact and has_rows(self.space)
+        self.layout = layout_of_envs(exact, self.space, self.action_space, self.slots, autoreset)
+        self._verbatim = layout_of(self.space) if exact else None
+        self._asked_space: Any = self.action_space if exact else batch_space(self.action_space, self.slots)
+        self.elements = 0 if exact else number_of(self._asked_space)
         self.checks_actions = True
 
     def encoder(self, segment: Segment) -> Encode:
-        """Return the function that writes a step request into its bank."""
-        return action_encoder(self.action_space, segment, self._misfit)
+        """Return the function that writes a step request, with the actions of all slots, into its bank."""
+        return action_encoder(self._asked_space, segment, self._misfit)
 
     def _misfit(self, action: Any) -> str:
-        return misfit(self.action_space, action) if self.checks_actions else ""
+        return misfit(self._asked_space, action) if self.checks_actions else ""
 
-    def reader(self, segment: Segment) -> Callable[[int], Transition | None]:
-        """Return the function that reads the reply to a plain step or reset; ``None`` if its info is pickled."""
-        words, banks = segment.words, segment.banks
+    def reader(self, segment: Segment) -> Callable[[int], Any]:
+        """Return the function that reads the reply to a plain request; ``None`` if some of its infos are pickled.
+
+        It returns the transition of a single env; else rows, which are whole as long as the bank is.
+        """
+        words, exact = segment.words, self.exact
         sides: list[tuple[Any, ...]] = [
-            (look, bank.view, bank.rewards.data, bank.terminated.data, bank.truncated.data, REPLY_PAYLOAD + side)
-            for side, (look, bank) in enumerate(zip(self.shown(segment), banks, strict=True))
+            (show, bank.view, bank.rewards.data, bank.terminated.data, bank.truncated.data, REPLY_PAYLOAD + side)
+            for side, (show, bank) in enumerate(zip(self.shown(segment), segment.banks, strict=True))
         ]
 
-        def read(number: int) -> Transition | None:
-            look, view, rewards, terminated, truncated, payload = sides[number & 1]
-            info: dict[str, Any] = {}
+        def read(number: int) -> Any:
+            show, view, rewards, terminated, truncated, payload = sides[number & 1]
+            numbers = None
             if words[payload]:
                 numbers = numbers_in(segment.read_reply_payload(number))
                 if numbers is None:
                     return None
-                ((_, info),) = numbers
+            if not exact:
+                return show if numbers is None else show.with_extras(Extras(numbers))
+            info = {} if numbers is None else next(iter(numbers))[1]
             tag = view[4]
             reward = REWARD_TYPES[tag](rewards[0]) if tag else rewards[0]
             if view[3]:
-                return look(), reward, terminated[0], truncated[0], info
-            return look(), reward, False, False, info
+                return show(), reward, terminated[0], truncated[0], info
+            return show(), reward, False, False, info
 
         return read
 
-    def shown(self, segment: Segment) -> list[Callable[[], Any]]:
-        """Return for each bank what returns a copy of the observation that lies there."""
+    def shown(self, segment: Segment) -> list[Any]:
+        """Return for each bank its rows; or, of a single env, what returns a copy of the observation there."""
+        if not self.exact:
+            return [self.rows(segment, side) for side in (0, 1)]
         space = self.space
-        if type(space) is spaces.Box and self._observations is not None:
+        if type(space) is spaces.Box and self._verbatim is not None:
             start = self.layout.leaves[0]
             return [np.ndarray(space.shape, space.dtype, bank.view, start).copy for bank in segment.banks]
-        return [partial(self.observation, segment, side, b"") for side in (0, 1)]
+        return [partial(self.observation, segment, side) for side in (0, 1)]
 
-    def observation(self, segment: Segment, number: int, irregular: bytes) -> Any:
-        """Return the observation in the reply to ``number``, whose irregular part is given where it is irregular."""
-        if irregular:
-            return verbatim_of(irregular)[0]
-        if self._observations is None:
-            return None
-        bank = segment.banks[number & 1]
-        return self._observations.read(bank.view, bank.layout.leaves[0])
+    def observation(self, segment: Segment, number: int, told: bytes | None = None) -> Any:
+        """Return the observation of a single env in the reply to ``number``.
 
-    def transition(self, segment: Segment, number: int, irregular: bytes) -> tuple[Any, Any, bool, bool]:
-        """Return observation, reward, terminated and truncated of any reply."""
-        bank = segment.banks[number & 1]
-        if bank.view[3] & IRREGULAR:
-            return verbatim_of(irregular)
-        reward = _reward_of(bank.view[4], bank.rewards[0].item())
-        return (
-            self.observation(segment, number, b""),
-            reward,
-            bool(bank.terminated[0]),
-            bool(bank.truncated[0]),
-        )
-
-
-class RowsCodec:
-    """Reads the replies of several envs as rows.
-
-    Attributes:
-        space, action_space: Of one env.
-        has_rows: Observations lie in the banks.
-        layout: Of the banks.
-        elements: Numbers in the array that the actions of all slots are; 0 where they are no array.
-    """
-
-    exact = False
-
-    def __init__(self, description: Description, space: Any = None, autoreset: str = "") -> None:
-        self.slots = len(description.spaces)
-        first_observation_space, self.action_space = description.spaces[0]
-        self.space = first_observation_space if space is None else space
-        self.has_rows = has_rows(self.space)
-        self.layout = layout_of_envs(False, self.space, self.action_space, self.slots, autoreset)
-        self._batch_space: Any = batch_space(self.action_space, self.slots)
-        self.elements = number_of(self._batch_space)
-
-    def encoder(self, segment: Segment) -> Encode:
-        """Return the function that writes a step request, with a batch of actions, into its bank."""
-        return action_encoder(self._batch_space, segment)
-
-    def reader(self, segment: Segment) -> Callable[[int], RowsReply | None]:
-        """Return the function that reads the reply to a plain step; ``None`` if some of its infos are pickled.
-
-        What it returns is whole as long as the bank is.
+        Args:
+            segment: With the bank.
+            number: Of the request.
+            told: What has no place in the bank, pickled; ``None``: all has one.
         """
-        replies, words = self.shown(segment), segment.words
+        if told is not None:
+            return pickle.loads(told)[0]
+        bank = segment.banks[number & 1]
+        return None if self._verbatim is None else self._verbatim.read(bank.view, bank.layout.leaves[0])
 
-        def read(number: int) -> RowsReply | None:
-            reply = replies[number & 1]
-            if not words[REPLY_PAYLOAD + (number & 1)]:
-                return reply
-            numbers = numbers_in(segment.read_reply_payload(number))
-            return None if numbers is None else reply.with_extras(Extras(numbers))
-
-        return read
-
-    def shown(self, segment: Segment) -> list[RowsReply]:
-        """Return for each bank its arrays."""
-        return [self.rows(segment, side) for side in (0, 1)]
+    def transition(self, segment: Segment, number: int, told: bytes | None = None) -> tuple[Any, Any, bool, bool]:
+        """Return observation, reward, terminated and truncated of a single env; arguments as of :meth:`observation`."""
+        if told is not None:
+            whole: tuple[Any, Any, bool, bool] = pickle.loads(told)
+            return whole
+        bank = segment.banks[number & 1]
+        tag, number_of_reward = bank.view[4], bank.rewards[0].item()
+        reward = REWARD_TYPES[tag](number_of_reward) if tag else number_of_reward
+        return self.observation(segment, number), reward, bool(bank.terminated[0]), bool(bank.truncated[0])
 
     def rows(self, segment: Segment, number: int) -> RowsReply:
         """Return the arrays of the bank that holds the reply to ``number``."""
@@ -251,11 +211,3 @@ class RowsCodec:
     def row(self, segment: Segment, number: int, slot: int) -> Any:
         """Return a copy of one slot's observation in the reply to ``number``."""
         return row_of(nested(self.space, leaf_arrays(self.space, segment.banks[number & 1])), slot)
-
-
-Codec = ExactCodec | RowsCodec
-
-
-def codec_of(description: Description, exact: bool, space: Any = None, autoreset: str = "") -> Codec:
-    """Return the codec for envs that describe themselves so."""
-    return ExactCodec(description) if exact else RowsCodec(description, space, autoreset)

@@ -34,7 +34,7 @@ from multienv.wire.banks import (
     U32,
     Bank,
 )
-from multienv.wire.codecs import ExactCodec, payload_of
+from multienv.wire.codecs import Codec, payload_of
 from multienv.wire.messages import BEGINNING, Rollout, RolloutResult
 from multienv.wire.rows import batch_of, has_rows, leaf_arrays, nested, stacked
 from multienv.wire.segment import BUSY, OTHER_SECONDS, SLOT, Segment
@@ -62,13 +62,11 @@ class RolloutRunner:
         self._handle = stepper.compile(self._begin)
         batched = group.action_space if group.exact else batch_space(group.action_space, group.slots)
         self._encode, self._decode = action_encoder(batched, self._aside), action_decoder(batched, self._aside)
-        self._codec = ExactCodec(group.describe()) if group.exact else None
+        self._codec = Codec(group.describe(), exact=True) if group.exact else None
         space = group.observation_space
         lie_in_rows = not group.exact and has_rows(space)
         self._leaves = [leaf_arrays(space, bank) if lie_in_rows else [] for bank in self._aside.banks]
-        # Of what was shown last, what is not in its bank: the irregular part of a single env, or the observations of
-        # several envs which have no rows, each of them pickled.
-        self._irregular, self._loose = b"", [b""]
+        self._loose: list[bytes | None] = []  # of what was shown last, what has no place in its bank, pickled
         self._seconds = 0.0
 
     def run(self, number: int, message: Rollout, skipped: Array) -> tuple[RolloutResult, float]:
@@ -197,20 +195,20 @@ class RolloutRunner:
         """Put what the caller saw last into its bank."""
         bank = self._aside.banks[shown["seen"] & 1]
         bank.view[bank.layout.rewards :] = shown["bank"]
-        self._irregular = self._loose = shown["loose"]  # of a single env; of several
+        self._loose = shown["loose"]
 
     def _show(self, number: int, missing: Array | None) -> None:
         """Write into the bank of a request, where it shows nothing, what was shown last once more."""
         bank, before = self._aside.banks[number & 1], self._aside.banks[(number - 1) & 1]
         irregular = payload_of(self._aside, number).irregular if bank.view[3] & IRREGULAR else b""
-        if self._codec is not None:
+        if irregular:
+            pairs = zip(pickle.loads(irregular), self._loose, strict=True)
+            self._loose = [old if new is None else new for new, old in pairs]
+        elif self._codec is not None:
             if bank.view[2] == FAILED or missing is not None:
                 bank.view[bank.layout.rewards :] = before.view[bank.layout.rewards :]
             else:
-                self._irregular = irregular
-        elif irregular:
-            pairs = zip(pickle.loads(irregular), self._loose, strict=True)
-            self._loose = [old if new is None else new for new, old in pairs]
+                self._loose = [None]
         elif missing is not None or bank.view[3] & RAISED:
             blank = bank.failed | (bank.skipped != 0)
             if self._group.autoreset == "SAME_STEP":  # a new episode has begun, but for these
@@ -222,7 +220,7 @@ class RolloutRunner:
         """Return what the answer to a request showed, as the policy gets it, which may change it."""
         space = self._group.observation_space
         if self._codec is not None:
-            return self._codec.observation(self._aside, number, self._irregular)
+            return self._codec.observation(self._aside, number, self._loose[0])
         if self._leaves[0]:
             return nested(space, [leaf.copy() for leaf in self._leaves[number & 1]])
-        return batch_of(space, [pickle.loads(one) for one in self._loose])
+        return batch_of(space, [pickle.loads(one) for one in self._loose if one is not None])
