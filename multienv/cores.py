@@ -106,7 +106,7 @@ def _current_core() -> Callable[[], int]:
 _here = _current_core()
 
 
-class Turns:
+class AskingOrder:
     """Gives the order in which to ask workers; they are best waited for in the reverse order.
 
     Args:

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple, Protocol
 
 from multienv import interrupts
 from multienv.config import check_seconds
-from multienv.cores import Turns
+from multienv.cores import AskingOrder
 from multienv.errors import CallPendingError, ClusterError, MultienvError, SystemLimitError, WaitTimeout
 from multienv.native import native
 from multienv.processes.channel import Channel, wait_any
 from multienv.recovery import hot_path
-from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_HALF
-from multienv.recovery.supervisor import HealingDue, Supervisor
+from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_ASYNC
+from multienv.recovery.supervisor import RecoveryDue, Supervisor
 from multienv.sometimes import sometimes
 from multienv.threads import Bell, Pool, Task, idents_of_threads
 
@@ -126,7 +126,7 @@ class Round:
         requests: One for each member: an action or a message, in an endless round :class:`Noted`; ``None`` leaves the
             member alone.
         order: Of the supervisors, in which they are asked.
-        whole: Asked and answered in one call of the caller's; else in two halves.
+        waits: Asked and answered in one call of the caller's; else in two halves.
         nothing: The request that leaves a member alone.
 
     Attributes:
@@ -146,7 +146,7 @@ class Round:
         "resumed",
         "sending",
         "tasks",
-        "whole",
+        "waits",
     )
 
     def __init__(
@@ -155,13 +155,13 @@ class Round:
         requests: Sequence[Any],
         order: Sequence[int] = (),
         *,
-        whole: bool,
+        waits: bool,
         nothing: Any = None,
     ) -> None:
         self.name = name
         self.requests = requests
         self.order = order
-        self.whole = whole
+        self.waits = waits
         self.resumed = False
         self.sending: Collection[int] = ()
         self.answers: list[Any]
@@ -176,7 +176,7 @@ class Round:
     @property
     def is_interrupted(self) -> bool:
         """Tell whether any later call completes this unfinished round: its call, or a wait for it, was interrupted."""
-        return self.whole or self.resumed
+        return self.waits or self.resumed
 
     def misses_some(self) -> bool:
         """Tell whether an answer lacks. No generator: one swallows an interruption that comes while it is closed."""
@@ -224,7 +224,7 @@ class FanOut:
         self._threads = min(threads or len(members), len(members))
         self._name = name
         self._executor: Pool | None = None
-        self._bell: Bell | None = None  # of all endless rounds: what comes in a finalizer, Ctrl-C too, is swallowed
+        self._bell: Bell | None = None  # of all endless rounds: what a handler raises in a finalizer is swallowed
         self._look_at = 0.0  # when to look for dead processes although others are ready
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)
@@ -232,14 +232,16 @@ class FanOut:
         self._told = [record.told for record in self._records]  # what hooks are to be told when the call is done
         self._heals_here = len(members) == 1 and not self._blocking  # no other member has to wait meanwhile
         # After multienv.cores.spread(), which says on which core each worker runs.
-        self._turns = Turns({place: one.core for place, one in enumerate(self.supervisors) if one is not None})
+        self._asking_order = AskingOrder(
+            {place: one.core for place, one in enumerate(self.supervisors) if one is not None}
+        )
 
     @property
     def unfinished(self) -> Round | None:
         """Return the round whose outcome has not been handed to the caller; one that was sent in part is taken back."""
         current = self._round
         if current is not None:
-            if current.whole:
+            if current.waits:
                 self._claim(current.name)
             if current.sending:
                 self._take_back(current)
@@ -326,29 +328,29 @@ class FanOut:
     def call_each(self, name: str, calls: Sequence[Callable[[], Any] | None]) -> Round:
         """Make blocking calls side by side, one for each member, as a round that survives an interruption, too."""
         self._claim(name)
-        current = Round(name, calls, whole=True)
+        current = Round(name, calls, waits=True)
         current.tasks = {place: Task(call) for place, call in enumerate(calls) if call is not None}
         self._round = current
         return self._collect(current, inf)
 
-    def send(self, name: str, requests: Sequence[Any], *, whole: bool = True) -> Round:
+    def send(self, name: str, requests: Sequence[Any], *, waits: bool = True) -> Round:
         """Send all requests; a member that refuses its own has failed. Does not block.
 
         Args:
             name: As for :meth:`ask`.
             requests: As for :meth:`ask`.
-            whole: ``collect()`` follows in the same call of the caller's.
+            waits: ``collect()`` follows in the same call of the caller's.
         """
         # Most often it is free: then this costs no call of a function.
-        if whole and self._owner.setdefault("thread", mine := get_ident()) != mine:
+        if waits and self._owner.setdefault("thread", mine := get_ident()) != mine:
             self._claim(name)
-        nothing, order, done = self.nothing, self._turns.now(), 0
-        current = Round(name, requests, order, whole=whole, nothing=nothing)
+        nothing, order, done = self.nothing, self._asking_order.now(), 0
+        current = Round(name, requests, order, waits=waits, nothing=nothing)
         if self._blocking:  # begun when all others are asked
             calls = {place: partial(call, name, requests[place]) for place, call in self._blocking.items()}
             current.tasks = {place: Task(call) for place, call in calls.items() if requests[place] is not nothing}
         current.sending, self._round = order, current
-        state = STEPPING if whole else STEPPING_HALF
+        state = STEPPING if waits else STEPPING_ASYNC
         while done < len(order):
             if name == "step":
                 done += hot_path.ask(
@@ -377,7 +379,7 @@ class FanOut:
         assert current is not None
         self._claim(current.name)
         if timeout is None and current.name == "step" and not current.tasks and not current.ended:
-            state = STEPPING if current.whole else STEPPING_HALF
+            state = STEPPING if current.waits else STEPPING_ASYNC
             hot_path.take(self.supervisors, current.order, current.answers, state, self._leaves_ends)
         return self._collect(current, inf if timeout is None else monotonic() + timeout)
 
@@ -473,7 +475,7 @@ class FanOut:
         name, given = ("", [None] * len(self.supervisors)) if pending is None else (pending.name, pending.requests)
         requests = [None if one is self.nothing else Noted(name, one) for one in given]
         order = [place for place, one in enumerate(self.supervisors) if one is not None]
-        current = Round("", requests, order, whole=False)
+        current = Round("", requests, order, waits=False)
         if pending is not None:
             current.answers, current.failures = pending.answers, pending.failures
             current.tasks, current.ended = pending.tasks, pending.ended
@@ -492,7 +494,7 @@ class FanOut:
             current.failures.pop(place, None)
             current.ended.pop(place, None)
             current.answers[place] = MISSING
-        for place in self._turns.now():
+        for place in self._asking_order.now():
             if place in requests:
                 self._send_one(current, place)
         for place in self._blocking.keys() & requests:
@@ -583,7 +585,7 @@ class FanOut:
                 if self._followup is not None and _name(current, place) == "step":
                     answer = self._follow(current, place, answer)
                 answers[place] = answer
-            except HealingDue:
+            except RecoveryDue:
                 self._begin(current, place, supervisor.resume)
             except SystemLimitError:  # no failure of the env, which stays asked: the next call tries again
                 raise
@@ -600,9 +602,9 @@ class FanOut:
             return followup.joined(place, ended, answer)
         current.ended[place], name, request = following
         if supervisor.maintenance.is_due or supervisor.maintenance.recycling_due:  # building takes a while
-            self._begin(current, place, partial(ask_patiently, supervisor, name, request, current.whole))
+            self._begin(current, place, partial(ask_patiently, supervisor, name, request, current.waits))
         else:
-            _send(supervisor, name, request, current.whole)
+            _send(supervisor, name, request, current.waits)
         return MISSING
 
     def _send_one(self, current: Round, place: int) -> None:
@@ -623,9 +625,9 @@ class FanOut:
             maintenance = supervisor.maintenance
             is_due = maintenance.is_due or (name == "reset" and maintenance.recycling_due)
             if is_due and not self._heals_here:  # building takes a while
-                self._note(current, place, partial(ask_patiently, supervisor, name, request, current.whole))
+                self._note(current, place, partial(ask_patiently, supervisor, name, request, current.waits))
             else:
-                _send(supervisor, name, request, current.whole)
+                _send(supervisor, name, request, current.waits)
         except MultienvError as error:
             self._fail(current, place, error)
 
@@ -642,7 +644,7 @@ class FanOut:
             theirs = other.supervisors.index(supervisor)
             if unfinished.requests[theirs] is not other.nothing:
                 name = _name(current, place)
-                if name != "reset" or not unfinished.whole or len(other.supervisors) > 1:
+                if name != "reset" or not unfinished.waits or len(other.supervisors) > 1:
                     self._fail(current, place, _unfinished_elsewhere(name, unfinished, theirs))
                     return False
                 other.drop()
@@ -708,16 +710,16 @@ class FanOut:
         current.answers[place] = None
 
 
-def _send(supervisor: Supervisor, name: str, request: Any, whole: bool) -> None:
+def _send(supervisor: Supervisor, name: str, request: Any, waits: bool) -> None:
     if name == "step":
-        supervisor.send_step(request, whole)
+        supervisor.send_step(request, waits)
     else:
-        supervisor.send(name, request, whole)
+        supervisor.send(name, request, waits)
 
 
-def ask_patiently(supervisor: Supervisor, name: str, request: Any, whole: bool = False) -> None:
+def ask_patiently(supervisor: Supervisor, name: str, request: Any, waits: bool = False) -> None:
     """Send a request and wait for its answer, which the supervisor keeps."""
-    _send(supervisor, name, request, whole)
+    _send(supervisor, name, request, waits)
     supervisor.resume()
 
 
@@ -729,7 +731,7 @@ def _name(current: Round, place: int) -> str:
 def _is_asked(current: Round, supervisor: Any) -> bool:
     """Tell whether what is pending of a supervisor is the request of this round, or a reset in its place."""
     request = supervisor.state.request
-    return request is not None and request.whole is current.whole
+    return request is not None and request.waits is current.waits
 
 
 def _unfinished_elsewhere(name: str, unfinished: Round, place: int) -> CallPendingError:
@@ -737,7 +739,7 @@ def _unfinished_elsewhere(name: str, unfinished: Round, place: int) -> CallPendi
     asked = _name(unfinished, place)
     if not unfinished.name:
         text = f"its {asked}() is under way; recv() of the envs that it belongs to gives the result."
-    elif unfinished.whole:
+    elif unfinished.waits:
         text = f"{asked}() was interrupted elsewhere. Call it again there for its outcome, or reset() there."
     else:
         text = f"{asked} is pending. Call {asked}_wait() first."

@@ -38,7 +38,7 @@ from multienv.testing.killer import KillManner, send
 from multienv.testing.side_by_side import EnvFn
 
 Verdict = Literal["ok", "note", "truncates", "broken"]
-Outcome = Literal["exact", "replayed", "unknown", "truncated", "differs", "strayed"]
+Outcome = Literal["exact", "replayed", "truncated", "differs", "strayed"]
 Conclusion = Literal["recoverable", "truncates", "unknown", "broken"]
 
 # Limits of the first walk. Later walks take the same number of steps.
@@ -77,7 +77,6 @@ _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
 _LAST_WORDS = 10
 _USE_NP_RANDOM = "Take random numbers only from self.np_random."
 _DOES_NOT_REPEAT = "the env does not repeat itself"
-_UNSEEN = f"whether exactly cannot be seen, because {_DOES_NOT_REPEAT}"
 _OR_CHANCE = "Or does it not repeat itself? Run `multienv chaos`: it tells whether the env differs without a loss, too."
 _EQUAL = "from a reset, all equal"
 _MEMORY = "the env carries memory across resets"
@@ -95,7 +94,7 @@ _OUR_FRAMES = re.compile(
 
 
 class SpoiledError(Exception):
-    """Raised when a check cannot tell anything: the env itself crashed or hung, and its episode was lost."""
+    """Raised when a check cannot tell anything: the env does not repeat itself, or has ended its worker by itself."""
 
 
 class Row(NamedTuple):
@@ -132,9 +131,9 @@ class Patient:
         anew: Whether the env begins anew in each reset; ``None``: not known.
         batch: What a vector env can do with it: ``"shared"``: several are in a worker; ``"alone"``: one is in each;
             ``"none"``: it does not take the env.
-        ways: The outcome of recovery by a snapshot and by the journal. ``"unknown"``: the worker comes back, but an env
-            that does not repeat itself does not show whether exactly. ``"strayed"``: repeated from a reset, and then
-            otherwise. ``"differs"``: otherwise, though it counted as exact.
+        ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
+            ``"strayed"``: repeated from a reset, and then otherwise. ``"differs"``: otherwise, though it counted as
+            exact.
         memory: Bytes of a worker that has just built the env.
         recycling: The options of RestartPolicy that help against the env's leaks.
         crashed, hung: How often the env itself crashed or hung; the doctor's own strikes do not count.
@@ -185,13 +184,7 @@ class Patient:
         """Return what is said of the env in the end, if it runs at all."""
         if self.verdict == "ok":
             return "recoverable"
-        return "unknown" if not self.ways or self.unseen_ways else "truncates"
-
-    @property
-    def unseen_ways(self) -> list[str]:
-        """Return the ways by which an env comes back that does not show whether exactly."""
-        came_back = ("exact", "replayed", "unknown")
-        return [] if self.again else [way for way, outcome in self.ways.items() if outcome in came_back]
+        return "truncates" if self.ways else "unknown"
 
     @property
     def own_faults(self) -> str:
@@ -551,9 +544,6 @@ def forks(patient: Patient) -> Row:
         patient.ways["snapshot"] = struck.outcome
         if struck.outcome == "exact":
             return Row("ok", f"a killed worker is recovered exactly from its snapshot, in {duration(recovery.seconds)}")
-        if struck.outcome == "unknown":
-            took = duration(recovery.seconds)
-            return Row("note", f"a killed worker comes back from its snapshot, in {took}; {_UNSEEN}")
         advice = f"Use RestartPolicy(snapshots=False): this env changes when its process is forked. {_OR_CHANCE}"
         return Row("note", f"after a recovery from a snapshot, {struck.difference} differs silently", advice)
     if patient.obstacle:
@@ -580,8 +570,6 @@ def replays(patient: Patient) -> Row:
         advice = 'RestartPolicy(accept="exact") takes no replay from a reset. Or begin anew in reset().'
         advice += f" {_OR_CHANCE}"
         return Row(_unless_recoverable(patient), struck.replay, advice)
-    if struck.outcome == "unknown":
-        return Row("note", struck.replay)
     if patient.anew is False:
         means = f"{struck.replay}; but later in a run it begins at a reset, and {_MEMORY}"
         return Row(_unless_recoverable(patient), means, "See the line begins anew.")
@@ -603,7 +591,6 @@ def hangs(patient: Patient) -> Row:
     if recovery.method == "snapshot":
         patient.ways.setdefault("snapshot", struck.outcome)
     took = f"{duration(recovery.seconds)} after its deadline"
-    back = f"a hung worker comes back, {took}"
     if struck.outcome in ("differs", "strayed"):
         return Row(
             _unless_recoverable(patient),
@@ -612,10 +599,10 @@ def hangs(patient: Patient) -> Row:
         )
     if struck.outcome == "truncated":
         return Row(_unless_recoverable(patient), f"the episode of a hung worker is truncated, {took}")
-    if struck.outcome == "unknown":
-        return Row("note", f"{back}; {_UNSEEN}")
     if struck.outcome == "replayed":
-        return Row("ok", f"{back}: a new process repeats {recovery.replayed} requests {_EQUAL}")
+        return Row(
+            "ok", f"a hung worker comes back, {took}: a new process repeats {recovery.replayed} requests {_EQUAL}"
+        )
     return Row("ok", f"a hung worker is recovered exactly, {took}")
 
 
@@ -735,7 +722,6 @@ class Struck:
         return {
             "exact": f"{repeated} exactly, in {took}",
             "replayed": f"{repeated} {_EQUAL}, in {took}",
-            "unknown": f"{repeated}, all equal, in {took}; {_UNSEEN}",
             "differs": f"after a replay, {self.difference} differs silently",
             "strayed": f"{repeated} {_EQUAL}, but then {self.difference} differs: {_MEMORY}",
             "truncated": f"a new process does not repeat it: {self.reason}",
@@ -753,8 +739,10 @@ def strike(patient: Patient, manner: KillManner, restart: RestartPolicy, **optio
 
     Raises:
         WorkerLostError: The env itself lost worker after worker.
-        SpoiledError: The env itself crashed or hung, and its episode did not go on.
+        SpoiledError: The env does not repeat itself; or it crashed or hung, and its episode did not go on.
     """
+    if not patient.again:
+        raise SpoiledError(_DOES_NOT_REPEAT)
     late = patient.first.steps * 17 // 20
     events: list[Event] = []
     victims: list[int] = []
@@ -779,12 +767,10 @@ def strike(patient: Patient, manner: KillManner, restart: RestartPolicy, **optio
     went_on = ("exact", "replayed")
     if ours is None or any(one.outcome not in went_on for one in recoveries if one is not ours):
         raise SpoiledError("the env itself crashed or hung during this check, and its episode did not go on")
-    difference = patient.differs_at(found) if patient.again else ""
+    difference = patient.differs_at(found)
     outcome: Outcome = "exact" if ours.outcome == "exact" else "replayed"
     if ours.outcome not in went_on:
         outcome = "truncated"
-    elif not patient.again:
-        outcome = "unknown"
     elif difference:
         outcome = "differs" if all(one.outcome == "exact" for one in recoveries) else "strayed"
     return Struck(outcome, difference, ours, known)
@@ -798,7 +784,7 @@ def _reason(recovery: Recovery) -> str:
 def _outgrows_replays(patient: Patient) -> bool:
     """Tell whether an episode may take longer than a replay may, while only a replay recovers it."""
     is_long = patient.episode_seconds > RestartPolicy().replay_limit
-    return is_long and patient.ways.get("snapshot") not in ("exact", "unknown")
+    return is_long and patient.ways.get("snapshot") != "exact"
 
 
 def _unless_recoverable(patient: Patient) -> Verdict:
@@ -834,7 +820,7 @@ def options_for(patient: Patient) -> str:
         restart += ['accept="exact"']
     elif patient.anew and patient.again and patient.ways.get("journal") != "differs":
         restart += ["begins_anew=True"]
-    if patient.ways.get("journal") in ("exact", "replayed", "unknown") and _outgrows_replays(patient):
+    if patient.ways.get("journal") in ("exact", "replayed") and _outgrows_replays(patient):
         restart += [f"replay_limit={math.ceil(4 * patient.episode_seconds):.1f}"]
     restart += patient.recycling
     if restart:

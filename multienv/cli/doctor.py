@@ -30,7 +30,6 @@ _MARKS: dict[Verdict, tuple[str, str]] = {
     "broken": ("✗", "red"),
 }
 _NAME_WIDTH = 11
-_WAYS = {"snapshot": "from a snapshot", "journal": "by a replay"}
 
 
 def doctor(
@@ -99,10 +98,6 @@ def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient
         console.print(f"The env itself {patient.own_faults} during the examination; each loss {cost}.", style="yellow")
     if verdict == "recoverable":
         console.print("Recoverable: your training loop does not notice a lost worker. Use", style="green")
-    elif patient.unseen_ways:
-        ways = " or ".join(_WAYS[way] for way in patient.unseen_ways)
-        unseen = "whether exactly cannot be seen, because the env does not repeat itself"
-        console.print(f"Not known to be recoverable: a lost worker comes back, {ways}; {unseen}.", style="yellow")
     elif verdict == "unknown":
         console.print("Not known to be recoverable: expect that a lost worker ends its episode.", style="yellow")
     else:

@@ -34,7 +34,7 @@ _UP_LEAST = 10.0
 _OUTLIVING = "RAY_gcs_rpc_server_reconnect_timeout_s"
 # Threads of a host: one waits for answers, one returns them, the others may come meanwhile.
 _THREADS = 4
-# Seconds between two looks at the nodes.
+# Seconds between two questions to the head.
 WATCH_EVERY = 1.0
 
 
@@ -56,13 +56,11 @@ class Node:
         id: As Ray has it, in hexadecimal digits.
         name: Its address, for messages.
         free: CPUs that nobody has reserved; may be some tenths of a second old.
-        is_leaving: It is being drained.
     """
 
     id: str
     name: str
     free: int
-    is_leaving: bool
 
 
 class Cluster:
@@ -133,13 +131,11 @@ class Cluster:
         refuse_if_disconnected(self._ray)
         state = importlib.import_module("ray._private.state")
         free = state.available_resources_per_node()
-        leaving = state.state.get_draining_nodes()
         return [
             Node(
                 node["NodeID"],
                 node["NodeManagerAddress"],
                 int(free.get(node["NodeID"], {}).get("CPU", 0)),
-                node["NodeID"] in leaving,
             )
             for node in self._ray.nodes()
             if node["Alive"]
@@ -302,19 +298,18 @@ def refuse_if_disconnected(ray: Any) -> None:
 
 
 class Watch:
-    """Looks at the nodes now and then, in a thread of its own, because Ray blocks while its head is gone.
+    """Asks the head something now and then, in a thread of its own, because Ray blocks while its head is gone.
 
     Args:
         cluster: What is asked.
-        tell: Called with the living nodes.
         end: Called when the thread has been told to end.
 
     Attributes:
         is_over: The thread has been told to end. Set before the thread can know.
     """
 
-    def __init__(self, cluster: Cluster, tell: Callable[[list[Node]], None], end: Callable[[], None]) -> None:
-        self._cluster, self._tell, self._end = cluster, tell, end
+    def __init__(self, cluster: Cluster, end: Callable[[], None]) -> None:
+        self._cluster, self._end = cluster, end
         self._asked = 0.0  # when the question was put that is not answered yet; 0: none
         self.is_over = False
         self._bell: Bell | None = Bell()
@@ -338,9 +333,8 @@ class Watch:
         while not poller.poll(WATCH_EVERY * 1000) and not self.is_over:
             self._asked = self._asked or time.monotonic()
             try:
-                nodes = self._cluster.nodes()
+                self._cluster.nodes()
                 self._asked = 0.0
-                self._tell(nodes)
             except Exception as error:  # whatever Ray makes of it
                 logger.debug("the head of the Ray cluster does not answer: %s", error)
         self._end()
@@ -366,4 +360,4 @@ def in_order(nodes: Collection[Node], placement: Any, hosts: Collection[str], av
         count = held.count(node.id)
         return node.id in avoided, -count if placement == "pack" else count, sign * node.free, node.id
 
-    return sorted((node for node in nodes if not node.is_leaving), key=rank)
+    return sorted(nodes, key=rank)

@@ -1,6 +1,6 @@
 """The hosts of one vector env or list: where they are, and which take the place of lost ones.
 
-A *seat* is a place for a host, with its workers; the host on it changes. When a host is lost, or its node is drained,
+A *seat* is a place for a host, with its workers; the host on it changes. When a host is lost,
 the next worker that is launched on the seat has a new one made, on another node; the seat's others follow it there.
 """
 
@@ -84,15 +84,6 @@ class Seat:
             courier, self.courier = self.courier, None
             return courier
 
-    def leave(self, reason: str) -> None:
-        """Have the workers of the present host moved to another one, between two steps."""
-        courier = self.vacate()
-        self.avoided.add(self.node)
-        if courier is not None:
-            self._fleet.retire(courier)
-            for channel in courier.channels:
-                channel.leave(reason)
-
 
 class Fleet:
     """Has the hosts of a vector env, or of a list of envs.
@@ -117,7 +108,6 @@ class Fleet:
         self.hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
         self._users: set[int] = set()  # launchers that are not closed
         self._names = itertools.count()
-        self._retired: list[Courier] = []
         self._lost = ""
         self._ending = Task(self._end)
         self._picking = threading.Lock()
@@ -128,7 +118,7 @@ class Fleet:
             raise
         self.cores = sum(seat.cpus for seat in self._seats)
         self._dealt = self._seats  # the seat of each worker
-        self._watch = Watch(self.cluster, self._look, self._ending.run)
+        self._watch = Watch(self.cluster, self._ending.run)
 
     def _plan(self, envs: int) -> list[Seat]:
         options = self.options
@@ -194,38 +184,12 @@ class Fleet:
             threading.Thread(target=self.cluster.disconnect, name="multienv-disconnect", daemon=True).start()
         return self._lost
 
-    def retire(self, courier: Courier) -> None:
-        """Keep a courier until its last worker has moved."""
-        self._retired.append(courier)
-
     def refuse_if_lost(self) -> None:
         """Raise ClusterError if the head of the cluster is gone, ClosedError if this fleet has ended."""
         if self.trouble():
             raise ClusterError(self._lost)
         if self._watch.is_over:  # said before its thread looks at the seats: no later launch makes a host unseen
             raise ClosedError("Its hosts have ended: all envs of this cluster were closed.")
-
-    def _look(self, nodes: list[Node]) -> None:
-        """Move away from nodes that are being drained, and let go of hosts that have no worker any more."""
-        if self.options.drain_notices:
-            self._look_for_notices(nodes)
-        for courier in list(self._retired):
-            if not courier.channels:
-                self._retired.remove(courier)
-                courier.close()
-
-    def _look_for_notices(self, nodes: list[Node]) -> None:
-        """Have seats leave nodes that are being drained, as far as others have room: who waits for room waits long."""
-        leaving = {node.id: node.name for node in nodes if node.is_leaving}
-        free = sorted(node.free for node in in_order(nodes, self.options.placement, (), ()))
-        seats = dict.fromkeys(self._dealt)
-        drained = [seat for seat in seats if seat.courier is not None and seat.courier.is_up and seat.node in leaving]
-        for seat in [*(seat for seat in seats if seat.courier is None), *drained]:  # first those that have left
-            if free and free[-1] >= seat.cpus:
-                free[-1] -= seat.cpus
-                free.sort()
-                if seat in drained:
-                    seat.leave(f"its node {leaving[seat.node]} is drained")
 
     # --- launchers ------------------------------------------------------------------------------------
 
@@ -246,13 +210,12 @@ class Fleet:
 
     def _end(self) -> None:
         """End the hosts, in the thread that has watched the nodes; then a local Ray."""
-        couriers = [*self._retired, *filter(None, [seat.vacate() for seat in self._seats])]
+        couriers = list(filter(None, [seat.vacate() for seat in self._seats]))
         for courier in couriers:
             courier.close()
         for courier in couriers:
             courier.join(2.0)
         self.cluster.leave()
-        self._retired.clear()  # an env that is closed holds its fleet, until a collection
 
     def close(self) -> None:
         """End the hosts of envs that could not be made."""

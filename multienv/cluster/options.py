@@ -28,7 +28,6 @@ class RayOptions(Named):
         suspect_after: Seconds of silence after which a host counts as lost. Its envs are then recovered on another
             node.
         placement_timeout: Seconds that a host may wait for a node with enough free CPUs.
-        drain_notices: Move envs away from a node that is being drained, between two steps.
     """
 
     address: str | None = None
@@ -38,7 +37,6 @@ class RayOptions(Named):
     runtime_env: Mapping[str, Any] | None = field(default=None, hash=False)
     suspect_after: float = 10.0
     placement_timeout: float = 60.0
-    drain_notices: bool = True
 
     def __post_init__(self) -> None:
         """Raise UsageError for a value that makes no sense."""

@@ -293,7 +293,7 @@ def _step(env: SubprocessEnv, action: Any, deadlines: deque[float]) -> Any:
     assert supervisor is not None
     if calls.pending() == "step":  # the system had not let an earlier call come to its end: no descriptor was left, say
         return calls.step(action)
-    calls.send("step", action, whole=True)
+    calls.send("step", action, waits=True)
     while supervisor.state.request is not None:
         while deadlines:
             supervisor.bound(deadlines.popleft())
@@ -303,4 +303,4 @@ def _step(env: SubprocessEnv, action: Any, deadlines: deque[float]) -> Any:
             pass  # it goes on: look whether another deadline has been given
         except MultienvError:
             break  # wait() raises it
-    return calls.wait("step", None, whole=True)
+    return calls.wait("step", None, waits=True)

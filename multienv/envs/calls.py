@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 from gymnasium.vector import AutoresetMode
@@ -83,15 +82,6 @@ def checked_indices(indices: Any, num_envs: int) -> list[int]:
     return [index for index in found if index is not None]
 
 
-def raises_again(make: Callable[[], Any], error: Exception) -> bool:
-    """Tell whether what has raised ``error`` raises one of its type again; else a signal handler has raised it."""
-    try:
-        make()
-    except Exception as again:  # what is tried may be foreign code
-        return type(again) is type(error)
-    return False
-
-
 class Calls:
     """Makes one call at a time to one env.
 
@@ -104,7 +94,7 @@ class Calls:
 
     Attributes:
         convert: Makes of the answer to a step or a reset what the caller is given; ``None``: that is the answer. It
-            comes before the call counts as finished: an interruption in there loses nothing.
+            comes before the call counts as finished: Ctrl-C in there loses nothing. What it raises is told once.
     """
 
     __slots__ = ("_fan", "_supervisor", "convert")
@@ -142,17 +132,17 @@ class Calls:
             self.settle(name)
         return self._outcome(self._fan.ask(name, (request,)))
 
-    def send(self, name: str, request: Any, *, whole: bool = False) -> None:
-        """Send a request whose answer :meth:`wait` collects; ``whole``: in the same call of the caller's."""
+    def send(self, name: str, request: Any, *, waits: bool = False) -> None:
+        """Send a request whose answer :meth:`wait` collects; ``waits``: in the same call of the caller's."""
         self.settle(name)
-        current = self._fan.send(name, (request,), whole=whole)
+        current = self._fan.send(name, (request,), waits=waits)
         if current.failures:
             self._outcome(current)
 
-    def wait(self, name: str, timeout: float | None, *, whole: bool = False) -> Any:
+    def wait(self, name: str, timeout: float | None, *, waits: bool = False) -> Any:
         """Collect the answer to the request that :meth:`send` sent under this name; wait ``timeout`` seconds for it."""
         unfinished = self._fan.unfinished
-        if unfinished is None or unfinished.name != name or unfinished.whole is not whole:
+        if unfinished is None or unfinished.name != name or unfinished.waits is not waits:
             self._supervisor.check(f"{name}_wait")
         return self._outcome(self._fan.collect(timeout))
 
@@ -186,9 +176,8 @@ class Calls:
         if self.convert is not None and current.name in ("step", "reset"):
             try:
                 answer = self.convert(answer)
-            except Exception as error:
-                if raises_again(partial(self.convert, answer), error):
-                    self._fan.finish()
+            except Exception:
+                self._fan.finish()
                 raise
         if make is not None:
             answer = make(answer, current.resumed)

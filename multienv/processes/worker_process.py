@@ -68,11 +68,12 @@ live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
 def undisturbed(function: Callable[[], T]) -> T:
     """Call a function so that no signal handler interrupts it.
 
-    Between the system call that makes a descriptor and the line that notes it, a signal handler may raise
-    KeyboardInterrupt, and the descriptor is lost. Blocking signals does not help: another thread, of BLAS for
-    instance, takes the signal, and Python runs the handler in the main thread all the same. But only there: a function
-    that is called from the main thread therefore runs in a thread of its own. An interruption then finds the caller
-    waiting; the result of the function is dropped, and its finalizer closes the descriptors.
+    Between the system call that makes a descriptor and the line that notes it, a handler of the user's may raise, and
+    the descriptor is lost. (Ctrl-C is not raised there: see ``interrupts.py``.) Blocking signals does not help: another
+    thread, of BLAS for instance, takes the signal, and Python runs the handler in the main thread all the same. But
+    only there: a function that is called from the main thread therefore runs in a thread of its own. An exception of a
+    handler then finds the caller waiting; the result of the function is dropped, and its finalizer closes the
+    descriptors.
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
@@ -218,8 +219,7 @@ class ProcessChannel(Channel):
         with self._lock:
             with SystemErrors():
                 while not self._news or self._news[-1]:
-                    # One call into C: an interruption does not lose what has been received.
-                    self._news.extend(map(self._fate.recv, (65_536,), (socket.MSG_DONTWAIT,)))
+                    self._news.append(self._fate.recv(65_536, socket.MSG_DONTWAIT))
             told = Told.of(b"".join(self._news))
             if told.fate is None and self._news and not self._news[-1]:
                 told = replace(told, fate=UNKNOWN_FATE)

@@ -35,17 +35,17 @@ SAMPLE = 63
 # Seconds that take() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
 _PATIENCE = 0.01
 
-_STEP, _STEP_HALF = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", whole=False)
-_RESET, _RESET_HALF = Request(Kind.RESET, "reset"), Request(Kind.RESET, "reset", whole=False)
+_STEP, _STEP_ASYNC = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", waits=False)
+_RESET, _RESET_ASYNC = Request(Kind.RESET, "reset"), Request(Kind.RESET, "reset", waits=False)
 # The states of the hot path. A state that is equal to one of them is that object: see interned().
 RUNNING = State(Process.READY, Episode.RUNNING)
 STEPPING = State(Process.READY, Episode.RUNNING, _STEP)
-STEPPING_HALF = State(Process.READY, Episode.RUNNING, _STEP_HALF)
+STEPPING_ASYNC = State(Process.READY, Episode.RUNNING, _STEP_ASYNC)
 # A single env: its episode has ended; a reset that carries nothing is asked for.
-OVER = State(Process.READY, Episode.ENDED)
-BEGINNING_ANEW = State(Process.READY, Episode.ENDED, _RESET)
-BEGINNING_ANEW_HALF = State(Process.READY, Episode.ENDED, _RESET_HALF)
-_HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_HALF, OVER, BEGINNING_ANEW, BEGINNING_ANEW_HALF)}
+EPISODE_OVER = State(Process.READY, Episode.ENDED)
+RESETTING = State(Process.READY, Episode.ENDED, _RESET)
+RESETTING_ASYNC = State(Process.READY, Episode.ENDED, _RESET_ASYNC)
+_HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_ASYNC, EPISODE_OVER, RESETTING, RESETTING_ASYNC)}
 
 # What a plain reply means for the episode.
 GOES_ON, _ENDS, _BEGINS = 0, 1, 2
@@ -65,7 +65,7 @@ def interned(state: State) -> State:
 
 def is_asked_plainly(state: State) -> bool:
     """Tell whether the answer to what is pending may be a plain one."""
-    return state is STEPPING or state is STEPPING_HALF or state is BEGINNING_ANEW or state is BEGINNING_ANEW_HALF
+    return state is STEPPING or state is STEPPING_ASYNC or state is RESETTING or state is RESETTING_ASYNC
 
 
 class StepBuffers:
@@ -99,7 +99,7 @@ class StepBuffers:
         self.read: Callable[[int], Any] = codec.reader(segment)  # the answer; None if it has infos that are pickled
         self.meanings = plain_heads(exact=codec.exact)
         # The state after each meaning. In a batch the episodes of the others go on.
-        self.after = (RUNNING, OVER if codec.exact else RUNNING, RUNNING)
+        self.after = (RUNNING, EPISODE_OVER if codec.exact else RUNNING, RUNNING)
 
 
 def buffers_of(supervisor: Any, channel: Channel, codec: Codec) -> Any:
@@ -157,7 +157,7 @@ def ask(
         supervisors: Each a ``Supervisor``; of all members.
         places: Which of them, in this order.
         actions: One for each member; ``nothing`` leaves it alone.
-        state: ``STEPPING`` or ``STEPPING_HALF``.
+        state: ``STEPPING`` or ``STEPPING_ASYNC``.
         asker: What asked each worker last, as its ``asked_by`` says.
         nothing: The action that leaves a member alone.
 

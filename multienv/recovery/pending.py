@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from multienv.processes.channel import Channel
-from multienv.recovery.limits import SECOND_CHANCE, Limits
+from multienv.recovery.deadlines import SECOND_CHANCE, RequestDeadlines
 from multienv.recovery.state_machine import Kind, Request, State
 from multienv.reports.texts import deadline_of
 from multienv.sometimes import sometimes
@@ -61,7 +61,7 @@ class Pending:
         "until",
     )
 
-    def __init__(self, env_in: Callable[[int], str], limits: Limits, slots: int) -> None:
+    def __init__(self, env_in: Callable[[int], str], limits: RequestDeadlines, slots: int) -> None:
         self._env_in, self._limits, self._slots = env_in, limits, slots
         self.step_limit = limits.step
         self.message: Message | None = None

@@ -59,7 +59,7 @@ class Request(NamedTuple):
     Attributes:
         kind: Step, reset or call.
         name: What the caller called: ``"step"``, ``"get_attr"`` …
-        whole: True: the caller waits for the answer in the same call. If a later call finds the request pending, that
+        waits: True: the caller waits for the answer in the same call. If a later call finds the request pending, that
             call was interrupted. False: the request is ``step_async`` or similar, and its answer is not yet collected.
         touched: Of a reset: which slots it resets; ``None``: all.
         steps: Of a rollout: its number of steps, each of which begins the next episode after one that ended. Else 0.
@@ -67,7 +67,7 @@ class Request(NamedTuple):
 
     kind: Kind
     name: str
-    whole: bool = True
+    waits: bool = True
     touched: tuple[bool, ...] | None = None
     steps: int = 0
 
@@ -336,7 +336,7 @@ def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception
         pending = state.request.name
         if is_wait:
             return NoAsyncCallError(f"{name}(): what is pending is {pending}; call {pending}_wait().", name)
-        if state.request.whole:
+        if state.request.waits:
             advice = f"{pending}() was interrupted. Call {pending}() again for its outcome, or reset()."
         else:
             advice = f"{pending} is pending. Call {pending}_wait() first."

@@ -42,15 +42,16 @@ from multienv.processes.channel import Channel, Gone, SystemErrors
 from multienv.processes.endings import BUSY_PATIENCE, cut_short, let_go
 from multienv.recovery.answers import Answers, Read, call_answer, unreadable
 from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
+from multienv.recovery.deadlines import RequestDeadlines
 from multienv.recovery.healing import Healing
 from multienv.recovery.hot_path import (
-    BEGINNING_ANEW,
-    BEGINNING_ANEW_HALF,
+    EPISODE_OVER,
     MISSING,
-    OVER,
+    RESETTING,
+    RESETTING_ASYNC,
     SAMPLE,
     STEPPING,
-    STEPPING_HALF,
+    STEPPING_ASYNC,
     ask,
     buffers_of,
     interned,
@@ -58,7 +59,6 @@ from multienv.recovery.hot_path import (
     take,
 )
 from multienv.recovery.journal import Journal, Plan, furthest_replay
-from multienv.recovery.limits import Limits
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
 from multienv.recovery.policy import Effort
@@ -142,7 +142,7 @@ _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
 
 
-class HealingDue(Exception):  # noqa: N818 - internal
+class RecoveryDue(Exception):  # noqa: N818 - internal
     """A process must be brought back or built first: call ``collect()`` in a thread, or wait there."""
 
 
@@ -240,7 +240,9 @@ class Supervisor:
         self.position = Position(replace(build, starts=share if journal.recording else 0.0), journal)
         self.record = Record(self.position, index, hooks, reports)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
-        self.pending = Pending(self.record.env_in, Limits(deadlines, resets_in_steps=resets_itself), len(build.draws))
+        self.pending = Pending(
+            self.record.env_in, RequestDeadlines(deadlines, resets_in_steps=resets_itself), len(build.draws)
+        )
         self.recoverer = Recoverer(launcher, policy, deadlines, self.record.recovering, self._strayed)
         self.channel: Channel | None = None
         self.healing: Healing | None = None
@@ -314,25 +316,25 @@ class Supervisor:
 
     # --- steps, and resets that carry nothing -----------------------------------------------------
 
-    def send_step(self, action: Any, whole: bool = True) -> None:
+    def send_step(self, action: Any, waits: bool = True) -> None:
         """Publish a step; does not block.
 
         Args:
             action: Of the action space; of several envs the batch of their actions.
-            whole: The caller collects the answer in the same call.
+            waits: The caller collects the answer in the same call.
         """
         with self.lock:
-            if not ask((self,), (0,), (action,), STEPPING if whole else STEPPING_HALF, self.asked_by):
-                self._prepare_step(action, whole)
+            if not ask((self,), (0,), (action,), STEPPING if waits else STEPPING_ASYNC, self.asked_by):
+                self._prepare_step(action, waits)
 
-    def _send_beginning(self, whole: bool) -> bool:
+    def _send_beginning(self, waits: bool) -> bool:
         """Publish the reset of a single env that carries nothing, if there is nothing to see to first."""
         maintenance = self.maintenance
-        if self.state is not OVER or maintenance.is_due or maintenance.recycling.wanted:
+        if self.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
             return False
         self.record.asked = ()
         self.pending.begin(BEGINNING, b"", self.pending.limit_of(Kind.RESET))
-        self.state = BEGINNING_ANEW if whole else BEGINNING_ANEW_HALF
+        self.state = RESETTING if waits else RESETTING_ASYNC
         self._publish()
         return True
 
@@ -341,7 +343,7 @@ class Supervisor:
 
         Args:
             timeout: Seconds to wait for the process.
-            heal: Bring a lost process back in this call; else :class:`HealingDue` is raised.
+            heal: Bring a lost process back in this call; else :class:`RecoveryDue` is raised.
 
         Raises:
             WaitTimeout: The answer is not there within ``timeout``; the request stays pending.
@@ -406,7 +408,7 @@ class Supervisor:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _prepare_step(self, action: Any, whole: bool) -> None:
+    def _prepare_step(self, action: Any, waits: bool) -> None:
         """Ask for a step where the worker is not simply waiting for one."""
         self.check("step", Kind.STEP)
         if self.maintenance.is_due:
@@ -422,23 +424,23 @@ class Supervisor:
             aside.lay_out(self.codec.layout)
             self.codec.encoder(aside)(number, action)
             self.pending.begin_step(number, aside)
-        self._happen(Asked(Request(Kind.STEP, "step", whole)))
+        self._happen(Asked(Request(Kind.STEP, "step", waits)))
         if instruction_of(self.state, self.rules) is Instruction.ASK:
             self._publish()
 
-    def send(self, name: str, message: Message, whole: bool = True) -> None:
+    def send(self, name: str, message: Message, waits: bool = True) -> None:
         """Publish a request that is not a step; a lost process is not waited for here.
 
         Args:
             name: What the caller called, for messages.
             message: The request.
-            whole: The caller collects the answer in the same call.
+            waits: The caller collects the answer in the same call.
         """
         with self.lock:
             is_reset, steps = isinstance(message, Reset), message.steps if isinstance(message, Rollout) else 0
             kind = Kind.STEP if steps else Kind.RESET if is_reset else Kind.CALL
             self.check(name, kind)
-            if message is BEGINNING and self._send_beginning(whole):
+            if message is BEGINNING and self._send_beginning(waits):
                 return
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
                 self.look_at_limits(resetting=getattr(message, "mask", None) is None)
@@ -460,7 +462,7 @@ class Supervisor:
                     "Nothing was sent."
                 ) from error
             self.pending.begin(message, payload, self.pending.limit_of(kind, steps))
-            self._happen(Asked(Request(kind, name, whole, touched, steps)))
+            self._happen(Asked(Request(kind, name, waits, touched, steps)))
             if self.state.process is Process.READY:
                 self._publish()
 
@@ -495,7 +497,7 @@ class Supervisor:
         while instruction not in (Instruction.DELIVER, Instruction.NOTHING):
             if instruction in _LONG and not heal:
                 sometimes("a thread brings the envs back")
-                raise HealingDue
+                raise RecoveryDue
             if instruction in _RAISED:
                 self._commit_error(instruction)
                 break

@@ -22,7 +22,6 @@ from multienv.envs.calls import (
     call_message,
     checked_indices,
     checked_seeds,
-    raises_again,
     refuse_copy,
 )
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
@@ -55,7 +54,6 @@ from multienv.vector.batching import (
     observation_spaces,
     reset_options,
 )
-from multienv.vector.rendering import Frame, tile_images
 from multienv.vector.same_step import ResetAtOnce
 from multienv.vector.some_envs import InfosOfSome, SharedWorkers, infos_of, rows_of
 from multienv.wire.actions import own_copy
@@ -258,7 +256,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         for rows in self._slices:
             part = None if mask is None else tuple(mask[rows].tolist())
             requests.append(Reset(tuple(seeds[rows]), tuple(each[rows]), part))
-        self._fanout.send("reset", requests, whole=name == "reset")
+        self._fanout.send("reset", requests, waits=name == "reset")
 
     def _collect_reset(self, timeout: float | None) -> tuple[Any, Any]:
         current = self._collected(timeout)
@@ -316,7 +314,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         parts = self._split(actions)
         if not self._all_begun:
             self._refuse_without_episodes()
-        self._fanout.send("step", parts, whole=False)
+        self._fanout.send("step", parts, waits=False)
 
     def step_wait(self, timeout: float | None = None) -> Batch:
         """Collect the results of the steps. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
@@ -389,8 +387,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             infos = merge()
         except Exception as error:
-            if not raises_again(merge, error):
-                raise
             found = catchable_as(
                 InfosNotMergedError,
                 error,
@@ -622,15 +618,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _handed_over(self, current: Round, make: Callable[[], Any]) -> Any:
         """Return what ``make`` makes of the unfinished round, or raise the error that it returns; this ends the round.
 
-        So does what ``make`` raises, if it comes again. Any other exception is a signal handler's and does not end the
-        round: the next call tells of its outcome.
+        So does an Exception that ``make`` raises. KeyboardInterrupt does not: the next call tells of the outcome.
         """
         try:
             outcome = make()
-        except Exception as error:
-            if raises_again(make, error):
-                self._fanout.finish()
-                del current.answers[:]  # no call
+        except Exception:
+            self._fanout.finish()
+            del current.answers[:]  # no call
             raise
         failed = isinstance(outcome, MultienvError)
         self._fanout.finish()
@@ -730,7 +724,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Send the calls; collect the results with :meth:`call_wait`."""
         self._settle("call_async")
         self._asked = range(self.num_envs)
-        self._fanout.send("call", [call_message(name, args, kwargs)] * len(self._workers), whole=False)
+        self._fanout.send("call", [call_message(name, args, kwargs)] * len(self._workers), waits=False)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Collect the results of the calls. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
@@ -863,7 +857,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._frames = tuple(found.get(env, frame) for env, frame in enumerate(self._frames))
         return self._frames
 
-    def get_images(self) -> list[Frame]:
+    def get_images(self) -> list[Any]:
         """Return one frame of every env. Raises UsageError if ``render_mode`` is not ``"rgb_array"``."""
         if self.render_mode != "rgb_array":
             raise UsageError(
@@ -871,10 +865,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 "render_mode='rgb_array'."
             )
         return list(self.render())
-
-    def render_tiled(self) -> Frame:
-        """Return the frames of all envs in one image, as :func:`~multienv.vector.rendering.tile_images` does."""
-        return tile_images(self.get_images())
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -380,19 +380,11 @@ def message_of(kind: int, payload: bytes) -> Message:
 
 
 def foreign(run: Callable[[], T], wrap: Callable[[Exception], Exception]) -> T:
-    """Return what code of the user's returns; what it raises is raised wrapped.
-
-    It is run once more after an exception. If it then succeeds, the exception was a signal handler's and goes on as it
-    is.
-    """
+    """Return what code of the user's returns; what it raises is raised wrapped."""
     try:
         return run()
     except Exception as error:
-        try:
-            run()
-        except Exception:  # it is to blame
-            raise wrap(error) from error
-        raise
+        raise wrap(error) from error
 
 
 def dumps(value: Any) -> bytes:

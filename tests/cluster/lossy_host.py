@@ -187,22 +187,17 @@ class LocalCluster:
     Attributes:
         schedule: What goes wrong.
         nodes_free: CPUs of each node.
-        leaving: Indices of the nodes that are being drained.
         hosts: Those that were made, in order.
         has_left: Its fleet has let go of it.
     """
 
     schedule: Schedule = faultless
     nodes_free: tuple[int, ...] = (64, 64)
-    leaving: Collection[int] = ()
     hosts: list[LossyHost] = field(default_factory=list)
     has_left: bool = False
 
     def nodes(self) -> list[Node]:
-        return [
-            Node(f"id {index}", f"node {index}", free, index in self.leaving)
-            for index, free in enumerate(self.nodes_free)
-        ]
+        return [Node(f"id {index}", f"node {index}", free) for index, free in enumerate(self.nodes_free)]
 
     def place(
         self, cpus: int, pick: Callable[..., Node | None], hash_seed: str, is_wanted: Callable[[], bool]

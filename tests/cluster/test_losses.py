@@ -87,23 +87,6 @@ def test_a_stopped_host_is_given_up_and_what_it_answers_late_is_dropped(ray_clus
         wait_until(lambda: not any(pid in ray_cluster.processes_of(node) for pid in family), "the old host has ended")
 
 
-def test_a_drained_node_loses_no_step(ray_cluster):
-    env_fns = [partial(make, "LunarLander-v3")] * 6
-    with batch(env_fns) as envs:
-        run = InStep(envs, env_fns)
-        run.step(30)
-        node = ray_cluster.node_of(pids(envs)[0])
-        ray_cluster.drain_node(node)
-        wait_until(lambda: (run.step(5), sum(one.recycled for one in envs.statistics()))[1] == 2, "both have moved")
-        run.step(30)
-        assert not any(one.losses for one in envs.statistics())
-        assert node.node_id not in {ray_cluster.node_of(pid).node_id for pid in pids(envs)}
-        wait_until(lambda: not ray_cluster.actors_of(node), "its host has ended")
-    ray_cluster.kill_node(node)
-    ray_cluster.nodes.remove(node)
-    ray_cluster.add_node()
-
-
 def test_a_runtime_env_that_ray_refuses_is_told_of_as_such(ray_cluster):
     with pytest.raises(ClusterError, match=r"runtime_env=.*not a valid path"):
         batch([CountingEnv], ray=RayOptions(cpus_per_host=1, runtime_env={"working_dir": "/nowhere"}))

@@ -50,9 +50,7 @@ from multienv import (
     Deadlines,
     Recovery,
     RestartPolicy,
-    SerialVectorEnv,
 )
-from multienv.cluster import cluster as cluster_module
 from multienv.cluster import courier, fleet, frames, relay
 from multienv.cluster.courier import Courier
 from multienv.cluster.frames import Frame
@@ -178,31 +176,6 @@ def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(cluster
         assert_as_if_local(env)
         assert env.statistics().losses == 0
     assert len(cluster.hosts) == 1
-
-
-def test_drained_node_is_left_as_soon_as_another_one_has_room(
-    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_module, "WATCH_EVERY", 0.05)
-    cluster, options = clusters.make(nodes_free=(2, 1), cpus_per_host=2)
-    env_fns = [partial(CounterEnv, horizon=99)] * 2
-    with RayVectorEnv(env_fns, ray=options, envs_per_worker=1) as envs, SerialVectorEnv(env_fns) as twin:
-        envs.reset(seed=1), twin.reset(seed=1)
-        cluster.leaving = (0,)
-        time.sleep(0.5)
-        for _ in range(3):
-            assert first_difference(envs.step([1, 2])[:4], twin.step([1, 2])[:4]) is None
-        assert [host.name for host in cluster.hosts] == ["node 0"]
-        cluster.nodes_free = (0, 2)
-        assert becomes_true(
-            lambda: (
-                first_difference(envs.step([1, 2])[:4], twin.step([1, 2])[:4]) is None
-                and [one.recycled for one in envs.statistics()] == [1, 1]
-            ),
-            10.0,
-        )
-        assert [host.name for host in cluster.hosts] == ["node 0", "node 1"]
-        assert becomes_true(cluster.hosts[0].ended.is_set, 10.0)
 
 
 def test_new_face_waits_for_the_cpus_of_one_that_was_closed_just_now(clusters: Clusters) -> None:

@@ -14,7 +14,8 @@ from contract_envs import HANGS, HANGS_ONCE, SLOW, UnevenEnv
 from kit import CounterEnv, Fault, FaultyEnv, first_difference
 from multienv import AsyncSubprocessEnvManager, Deadlines, MultiEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import UsageError, WaitTimeout
-from multienv.recovery import limits, pending
+from multienv.recovery import deadlines as limits
+from multienv.recovery import pending
 
 AUTO = Deadlines(step="auto", reset="auto")
 

@@ -22,7 +22,7 @@ from kit import (
     kill_worker,
 )
 from kit.trainer_process import run
-from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import (
     EnvsFailedError,
     NotRestoredError,
@@ -139,6 +139,13 @@ def test_a_damaged_one_is_refused() -> None:
                 env.load_state_dict(one)
         assert env.statistics().pid == pid
         env.load_state_dict({name: state[name] for name in reversed(state)})
+
+
+def test_state_is_refused_by_an_env_that_does_not_replay() -> None:
+    with SubprocessEnv(CounterEnv) as env, SerialEnv(CounterEnv) as other:
+        env.reset(seed=0)
+        with pytest.raises(UsageError, match="does not replay"):
+            other.load_state_dict(env.state_dict())
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED"])

@@ -404,7 +404,7 @@ def test_actions_of_a_batch_of_which_one_cannot_be_pickled_are_not_sent(
     face: Any, space: Any, right: Any, wrong: Any
 ) -> None:
     """Not even to the workers before."""
-    env_fns = [partial(SpaceEnv, action_space=space)] * 2
+    env_fns = [partial(SpaceEnv, action_space=space, tells=False)] * 2
     with face.func(env_fns, **face.keywords) as envs, SerialVectorEnv(env_fns) as twin:
         for one in (envs, twin):
             one.reset(seed=0)

@@ -16,7 +16,6 @@ from gymnasium.wrappers import vector as wrappers
 from kit import CounterEnv
 from kit.side_by_side import expect_same
 from multienv import SerialVectorEnv, SubprocessVectorEnv, make_vec
-from multienv.vector.rendering import tile_images
 
 FACES = [SubprocessVectorEnv, SerialVectorEnv]
 both_faces = pytest.mark.parametrize("face", FACES)
@@ -63,27 +62,6 @@ def test_vector_wrappers(name, mode):
 # --- pictures -----------------------------------------------------------------------------------
 
 
-def frame(value: int, shape: tuple[int, ...] = (2, 3, 3)) -> np.ndarray[Any, Any]:
-    return np.full(shape, value, np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("count", "grid"),
-    [
-        (1, [[1]]),
-        (3, [[1, 2], [3, 0]]),
-        (5, [[1, 2], [3, 4], [5, 0]]),
-        (7, [[1, 2, 3], [4, 5, 6], [7, 0, 0]]),
-    ],
-)
-def test_tiling(count, grid):
-    """As baselines lays them out: rows first, and what is left over is black."""
-    for shape in ((2, 3, 3), (4, 2, 4), (3, 5)):
-        tiled = tile_images([frame(index + 1, shape) for index in range(count)])
-        expected = [np.concatenate([frame(value, shape) for value in row], axis=1) for row in grid]
-        expect_same(tiled, np.concatenate(expected, axis=0))
-
-
 @both_faces
 def test_pictures_of_all(face):
     theirs = SyncVectorEnv([DRAWN] * 3)
@@ -95,8 +73,6 @@ def test_pictures_of_all(face):
         expect_same(envs.render(), theirs.render())
         expect_same(envs.call("render"), theirs.call("render"))
         expect_same(envs.get_images(), list(theirs.render()))
-        expect_same(envs.render_tiled(), tile_images(theirs.render()))
-        assert envs.render_tiled().shape == (800, 1200, 3)
     finally:
         theirs.close()
         envs.close()

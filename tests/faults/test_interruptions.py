@@ -242,6 +242,23 @@ def test_step_interrupted_after_its_number_is_published_costs_no_worker() -> Non
     assert in_ring > 0
 
 
+def test_time_limit_that_a_handler_raises_as_a_timeout_error_is_never_swallowed() -> None:
+    """It is an OSError: a block that ignores those of a system call must let it through. Most strike in such a block."""
+    fired = 0
+    with SubprocessEnv(ENDLESS) as env:
+        env.reset(seed=0)
+        for interruption in every_place(TimeoutError):
+            time.sleep(0.002)  # the worker sleeps
+            seen = None
+            with interruption:
+                seen = env.step(STEP)
+            assert (seen is None) is interruption.fired, interruption.where
+            fired += interruption.fired
+            if seen is None:
+                env.step(STEP)
+    assert fired > 20
+
+
 # --- what is recorded -----------------------------------------------------------------------------------
 
 

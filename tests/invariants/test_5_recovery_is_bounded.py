@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -42,17 +43,28 @@ def undisturbed(mode: str) -> Any:
     return closing(SyncVectorEnv(envs_of(CounterEnv), autoreset_mode=AutoresetMode[mode]))
 
 
+def play(env: Any, episodes: int, steps: int, *, killed_in: int, after_step: Callable[[], object] = bool) -> Recovery:
+    """Play episodes; the worker is killed before this step of the last one. Return the only recovery."""
+    for episode in range(episodes):
+        env.reset(seed=episode)
+        for step in range(steps):
+            if (episode, step) == (episodes - 1, killed_in):
+                kill_worker(env)
+            assert env.step(step % 4)[0][0] == step + 1
+            after_step()
+    told = env.statistics()
+    assert (told.losses, told.truncated_recoveries) == (1, 0)
+    return told.last_recovery
+
+
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 def test_a_replay_of_a_batch_is_two_episodes_long_whatever_the_length_of_the_run(mode: str, brief: None) -> None:
     events: list[Any] = []
-    policy = RestartPolicy(snapshots=False, begins_anew=True)
-    options: dict[str, Any] = {
-        "envs_per_worker": 3,
-        "autoreset_mode": mode,
-        "restart": policy,
-        "hooks": [events.append],
-    }
-    with SubprocessVectorEnv(envs_of(CounterEnv), **options) as envs, undisturbed(mode) as twin:
+    options: dict[str, Any] = {"restart": RestartPolicy(snapshots=False, begins_anew=True), "hooks": [events.append]}
+    with (
+        SubprocessVectorEnv(envs_of(CounterEnv), envs_per_worker=3, autoreset_mode=mode, **options) as envs,
+        undisturbed(mode) as twin,
+    ):
         run_side_by_side(envs, twin, 1000, before_step=lambda step: step % 150 == 149 and kill_worker(envs))
         held = envs.statistics()[0].journal_bytes
     recoveries = [one for one in events if isinstance(one, Recovery)]
@@ -66,14 +78,14 @@ def test_a_leak_in_a_batch_is_bounded_by_max_rss_and_leaves_no_trace(mode: str) 
     events: list[Any] = []
     limit = 250 * MIB
     sizes: list[int] = []
-    policy = RestartPolicy(max_rss=limit, snapshots=False, begins_anew=True)
     options: dict[str, Any] = {
-        "envs_per_worker": 3,
-        "autoreset_mode": mode,
-        "restart": policy,
+        "restart": RestartPolicy(max_rss=limit, snapshots=False, begins_anew=True),
         "hooks": [events.append],
     }
-    with SubprocessVectorEnv(envs_of(Leaking), **options) as envs, undisturbed(mode) as twin:
+    with (
+        SubprocessVectorEnv(envs_of(Leaking), envs_per_worker=3, autoreset_mode=mode, **options) as envs,
+        undisturbed(mode) as twin,
+    ):
         run_side_by_side(envs, twin, 400, before_step=lambda _: sizes.append(envs.statistics()[0].rss or 0))
     replaced = [one for one in events if isinstance(one, Recycled)]
     assert len(replaced) >= 3
@@ -88,17 +100,10 @@ def test_what_came_before_a_replacement_is_not_replayed_again(monkeypatch: pytes
     events: list[Any] = []
     # The look after 64 requests finds it due, in the middle of an episode.
     policy = RestartPolicy(snapshots=False, recycle_after_steps=55, begins_anew=True)
-    with SubprocessEnv(
-        partial(CounterEnv, horizon=10, count_episodes=False), restart=policy, hooks=[events.append]
-    ) as env:
-        for episode in range(16):
-            env.reset(seed=episode)
-            for step in range(10):
-                if (episode, step) == (15, 5):
-                    kill_worker(env)
-                env.step(step % 4)
+    env_fn = partial(CounterEnv, horizon=10, count_episodes=False)
+    with SubprocessEnv(env_fn, restart=policy, hooks=[events.append]) as env:
+        recovery = play(env, 16, 10, killed_in=5)
     assert [event.outcome for event in events if isinstance(event, Recycled)] == ["exact"] * 2
-    (recovery,) = [one for one in events if isinstance(one, Recovery)]
     assert recovery.outcome == "exact"
     assert recovery.replayed <= 9 * 11
 
@@ -124,18 +129,9 @@ def test_resets_and_renderings_count_among_the_seconds_that_a_replay_may_take(sl
     """Steps take next to nothing here: by their time alone the whole run would be replayed."""
     kind = {"reset": partial(SlowEnv, reset_seconds=0.05), "render": partial(SlowEnv, render_seconds=0.012)}[slow]
     requests = {"reset": 5, "render": 9}[slow]  # of an episode
-    events: list[Any] = []
     policy = RestartPolicy(snapshots=False, replay_limit=0.25, begins_anew=True)
-    with SubprocessEnv(partial(kind, horizon=4, count_episodes=False), restart=policy, hooks=[events.append]) as env:
-        for episode in range(14):
-            env.reset(seed=episode)
-            for step in range(4):
-                if (episode, step) == (13, 2):
-                    kill_worker(env)
-                env.step(step)
-                if slow == "render":
-                    env.render()
-    (recovery,) = [one for one in events if isinstance(one, Recovery)]
+    with SubprocessEnv(partial(kind, horizon=4, count_episodes=False), restart=policy) as env:
+        recovery = play(env, 14, 4, killed_in=2, after_step=env.render if slow == "render" else bool)
     assert recovery.outcome == "exact"
     assert recovery.replayed <= 2 * requests
 
@@ -143,18 +139,9 @@ def test_resets_and_renderings_count_among_the_seconds_that_a_replay_may_take(sl
 def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one begins at the construction, because so little was done since; it has no deadline of its own."""
     monkeypatch.setattr(supervisor, "SHARE", math.inf)  # every reset is told of
-    events: list[Any] = []
     env_fn = partial(HangsInLongReplays, tmp_path / "marker")
-    options: dict[str, Any] = {"restart": RestartPolicy(snapshots=False), "deadlines": Deadlines(recovery=5.0)}
-    with SubprocessEnv(env_fn, hooks=[events.append], **options) as env:
-        for episode in range(8):
-            env.reset(seed=episode)
-            for step in range(5):
-                if (episode, step) == (7, 2):
-                    kill_worker(env)
-                observation, *_ = env.step(step % 4)
-                assert observation[0] == step + 1
-    (recovery,) = [one for one in events if isinstance(one, Recovery)]
+    with SubprocessEnv(env_fn, restart=RestartPolicy(snapshots=False), deadlines=Deadlines(recovery=5.0)) as env:
+        recovery = play(env, 8, 5, killed_in=2)
     assert recovery.outcome == "replayed"
     assert recovery.replayed <= 2 * 6
 

@@ -20,13 +20,14 @@ import pytest
 from faces import KINDS, Face
 
 from kit import CounterEnv
+from kit.interruption import Sigint, every_place
 from kit.sigints import Presses
 from kit.trainer_process import run
 from multienv import AsyncEnv, AutoResetWrapper, Loss, SerialEnv, SubprocessEnv, interrupts
 
 ENDLESS = partial(CounterEnv, horizon=None)
 # SIGINTs in a test, and in the soak run.
-SOME, MANY = 25, 200
+FEW, SOME, MANY = 10, 25, 200
 
 
 class SlowEnv(CounterEnv):
@@ -73,10 +74,57 @@ def test_plain_steps(kind: str, env_fn: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("env_fn", ["fast", "slow"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_steps_through_many(kind: str, env_fn: str) -> None:
-    print(run("test_8_sigint_costs_nothing", "plain_steps", kind, env_fn, MANY, within=120.0))
+    print(run("test_8_sigint_costs_nothing", "plain_steps", kind, env_fn, MANY, within=290.0))
+
+
+def each_place(kind: str, what: str, stride: str) -> None:
+    """Make calls, each with a SIGINT at the next place at which Python may call the handler."""
+    face = Face(kind, [ENDLESS] * 2)
+    face.reset(0)
+    raised = fired = 0
+
+    def step() -> list[list[int]]:
+        return [row.observation[[0, 3]].tolist() for row in face.step([np.int64(1)] * face.num_envs)]
+
+    def snapshot() -> bool:
+        return face.envs.snapshot() is not None
+
+    call = snapshot if what == "snapshot" else step
+    for steps, interruption in enumerate(every_place(stride=int(stride), strikes=Sigint), 1):
+        found: Any = None
+        if what == "loss":
+            face.signal()
+        try:
+            with interruption:
+                found = call()
+            if interruption.fired:
+                time.sleep(10.0)
+        except KeyboardInterrupt:
+            raised += 1
+        fired += interruption.fired
+        found = found or call()
+        assert found is True or found == [[steps, 1]] * face.num_envs, interruption.where
+        losses = [(one.losses, one.exact_recoveries) for one in face.statistics()]
+        assert losses[0] == ((steps, steps) if what == "loss" else (0, 0)), interruption.where
+        assert losses[1:] == [(0, 0)] * (len(losses) - 1), interruption.where
+    assert raised == fired > 5, (raised, fired)
+    face.close()
+    print(fired, "places", flush=True)
+
+
+@pytest.mark.parametrize(("what", "stride"), [("step", 1), ("loss", 61)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_place(kind: str, what: str, stride: int) -> None:
+    run("test_8_sigint_costs_nothing", "each_place", kind, what, stride)
+
+
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
+def test_each_place_of_a_snapshot(kind: str) -> None:
+    run("test_8_sigint_costs_nothing", "each_place", kind, "snapshot", 3)
 
 
 # --- other moments --------------------------------------------------------------------------------------
@@ -117,8 +165,11 @@ def all_moments(kind: str, times: str) -> None:
         return [(one.losses, one.exact_recoveries, one.truncated_recoveries) for one in face.statistics()]
 
     program = [build, reset, step, kill, step, keep, step, step, come_back, step, close]
-    presses = Presses(int(times), 0.3, kind)
-    told = presses.repeat(lambda number: program[number % len(program)]())
+    began = time.monotonic()
+    for call in program:
+        call()
+    presses = Presses(int(times), time.monotonic() - began, kind)
+    told = presses.repeat(lambda number: program[number % len(program)](), at_least=len(program))
     del told[len(told) - len(told) % len(program) :]
     for place in range(0, len(told), len(program)):
         run = told[place : place + len(program)]
@@ -133,13 +184,14 @@ def all_moments(kind: str, times: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_moments(kind: str) -> None:
-    run("test_8_sigint_costs_nothing", "all_moments", kind, SOME)
+    run("test_8_sigint_costs_nothing", "all_moments", kind, FEW, within=55.0)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_moments_of_many(kind: str) -> None:
-    print(run("test_8_sigint_costs_nothing", "all_moments", kind, MANY, within=120.0))
+    print(run("test_8_sigint_costs_nothing", "all_moments", kind, MANY, within=290.0))
 
 
 # --- the handler ------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from typing import Any
 
 import multienv
 from kit import CounterEnv, first_difference
+from multienv import interrupts
 
 PACKAGE = str(Path(multienv.__file__).parent)
 # Written in Python: an exception inside leaves a lock held for ever.
@@ -158,8 +159,22 @@ class Interruption:
         if self._left == 0:
             self.fired = True
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-            raise self._kind(self.where)
+            self._strike(frame)
         self._left -= 1
+
+    def _strike(self, frame: FrameType) -> None:
+        raise self._kind(self.where)
+
+
+class Sigint(Interruption):
+    """Has multienv's handler of SIGINT called at that place. What it raises, there or later, is left to the test."""
+
+    def __exit__(self, *error: object) -> bool:
+        super().__exit__(*error)
+        return False
+
+    def _strike(self, frame: FrameType) -> None:
+        interrupts.handle(signal.SIGINT, frame)
 
 
 def _is_counted(frame: FrameType, files: tuple[str, ...]) -> bool:
@@ -187,11 +202,12 @@ def every_place(
     *,
     skips: Callable[[], bool] = lambda: False,
     beside: tuple[str, ...] = (),
+    strikes: type[Interruption] = Interruption,
 ) -> Iterator[Interruption]:
     """Interruptions at place 0, 1, 2, … until one finds no place any more: for use as ``with interruption:``."""
     place = 0
     while True:
-        interruption = Interruption(place, kind, skips, beside=beside)
+        interruption = strikes(place, kind, skips, beside=beside)
         yield interruption
         if not interruption.fired:
             return

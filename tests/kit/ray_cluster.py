@@ -21,7 +21,6 @@ from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
-from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
 from kit import trainer_process
 from kit.leaks import LeakError, kept_by_libraries, snapshot_resources
@@ -182,13 +181,6 @@ class RayCluster:
                 os.kill(pid, signal.SIGKILL)
         node.all_processes["raylet"][0].process.wait(PATIENCE)
         wait_until(lambda: not self.processes_of(node), "all processes of the node have ended")
-
-    def drain_node(self, node: Node, seconds: float = 60.0) -> None:
-        """Announce that a node will be gone in so many seconds. Ray itself does nothing then: kill it."""
-        client = ray._private.worker.global_worker.gcs_client
-        deadline = int((time.time() + seconds) * 1000)
-        is_accepted, why = client.drain_node(node.node_id, DRAIN_NODE_REASON_PREEMPTION, "a test", deadline)
-        assert is_accepted, why
 
     def kill_head(self) -> None:
         """SIGKILL the head's store of who is where. Ray ends every connected process by itself a minute later."""

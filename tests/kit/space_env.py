@@ -51,6 +51,7 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         action_space: what actions are checked against; an action outside raises `ValueError`.
         horizon: the steps in an episode; the last one terminates.
         seed: seeds ``np_random`` at construction, so that even a first reset without a seed is reproducible.
+        tells: whether there is an info.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         action_space: gymnasium.Space[Any] | None = None,
         horizon: int = 10,
         seed: int | None = None,
+        tells: bool = True,
     ) -> None:
+        self.tells = tells
         self.observation_space = spaces.Box(-1.0, 1.0, (3,)) if observation_space is None else observation_space
         self.action_space = spaces.Discrete(4) if action_space is None else action_space
         self.horizon = horizon
@@ -79,7 +82,7 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         if not self.action_space.contains(action):
             raise ValueError(f"action {action!r} is not in {self.action_space}")
         self.episode_step += 1
-        info = {"action": digest_value(action)}
+        info = {"action": digest_value(action)} if self.tells else {}
         return self._source.sample(), float(self.np_random.random()), self.episode_step >= self.horizon, False, info
 
 

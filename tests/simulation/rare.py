@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from multienv import Deadlines, RestartPolicy
-from multienv.recovery import hot_path, journal, limits, pending, recoverer, state_machine, supervisor
+from multienv.recovery import deadlines as limits
+from multienv.recovery import hot_path, journal, pending, recoverer, state_machine, supervisor
 from multienv.wire import segment
 
 

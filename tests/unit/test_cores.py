@@ -81,4 +81,4 @@ def test_workers_are_dealt_to_the_cores(monkeypatch, workers, available, busy, e
 )
 def test_workers_on_other_cores_than_the_trainers_are_asked_first(monkeypatch, preferred, here, expected):
     monkeypatch.setattr(cores, "_here", lambda: here)
-    assert cores.Turns(preferred).now() == expected
+    assert cores.AskingOrder(preferred).now() == expected

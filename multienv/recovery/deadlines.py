@@ -16,7 +16,7 @@ STEPS, RESETS = 20, 3
 SECOND_CHANCE = 30.0
 
 
-class Limits:
+class RequestDeadlines:
     """Keeps the deadlines of the requests to one worker, and finds those that are ``"auto"``.
 
     Args:
