@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wire_strategies import fingerprint
 
 import multienv.worker.stepper
 from multienv import ResetNeededError, SerialEnv, SerialVectorEnv
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.native import native
+from multienv.recovery.hot_path import StepBuffers
+from multienv.wire.codecs import RowsReply
 
 needs_extension = pytest.mark.skipif(native is None, reason="there is no native extension, or it is not wanted")
 ROOT = Path(multienv.__file__).parents[1]
@@ -136,9 +139,21 @@ def banks_after(script: list[list[Any]], face: str, mode: str) -> list[Any]:
                 envs.reset(seed=1)
             except Exception as error:  # also what gymnasium does not merge
                 seen.append(type(error).__name__)
+            else:
+                assert_reference_reads_the_same(worker)
             segment, number = worker.segment, worker.position.number
             seen.append((number, bytes(segment.banks[number & 1].view), segment.read_reply_payload(number)))
     return seen
+
+
+def assert_reference_reads_the_same(worker: Any) -> None:
+    """Hold the last answer against what the reference reads in its bank, if that is plain."""
+    reference, number, answer = StepBuffers(worker.channel, worker.codec), worker.position.number, worker.last_answer
+    expected = reference.read(number) if reference.heads[number & 1][0] in reference.meanings else None
+    if isinstance(answer, RowsReply) and expected is not None:
+        answer, expected = ([*one.leaves, one.rewards, list(one.extras.infos) if one.extras else []]
+                            for one in (answer, expected))  # fmt: skip
+    assert expected is None or fingerprint(answer) == fingerprint(expected)
 
 
 @needs_extension
