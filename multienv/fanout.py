@@ -285,8 +285,7 @@ class FanOut:
             if supervisor is not None and supervisor.asked_by is self._me:
                 supervisor.take_back()
         if current.name:
-            self._round = None
-            self._owner.clear()
+            self._round, self._owner = None, {}
             return
         for place in current.sending:
             current.answers[place] = None
@@ -446,13 +445,13 @@ class FanOut:
                 self._round = current
         if interrupts.noted is not None:
             interrupts.raise_noted()
-        self._owner.clear()
-        self._round = None
+        # Adjacent stores: neither a signal handler nor another thread comes in between.
+        self._round, self._owner = None, {}
 
     def forget(self) -> Round | None:
         """Return the unfinished round, and be done with it whatever has become of it: the envs are closed."""
-        current, self._round = self._round, None
-        self._owner.clear()
+        current = self._round
+        self._round, self._owner = None, {}
         return current
 
     def call_hooks(self) -> None:

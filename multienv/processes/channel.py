@@ -113,8 +113,6 @@ class Channel(ABC):
     Attributes:
         segment: The memory that both sides share.
         looks: Looks at the reply that are worth it before :meth:`wait` is called.
-        leaving: Why the process is to be replaced between two requests, though it lives; ``""``: it is not.
-        on_leaving: Called with that when it becomes known, by any thread.
         envs: How messages name the envs.
         patience: Seconds that the envs may take to close where nobody calls :meth:`close`; 0: their process is killed
             when it does not end at once.
@@ -123,8 +121,6 @@ class Channel(ABC):
 
     segment: Segment
     looks = TRAINER_LOOKS
-    leaving = ""
-    on_leaving: Callable[[str], None] | None = None
     envs = "the env"
     patience = 0.0
     is_closing = False
@@ -172,12 +168,6 @@ class Channel(ABC):
         """Set the core to run on while steps are short, and how many workers share one; 0: do not look for requests."""
         words = self.segment.words
         words[CORE], words[LOOKS] = 0 if core is None else core + 1, sharing
-
-    def leave(self, why: str) -> None:
-        """Have the process replaced between two requests."""
-        self.leaving = why
-        if self.on_leaving is not None:
-            self.on_leaving(why)
 
     @abstractmethod
     def stack(self) -> str:

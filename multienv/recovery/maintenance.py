@@ -65,10 +65,6 @@ class Maintenance:
         self.ends_first = self.ends_first or not is_built
         self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
 
-    def leave(self, why: str) -> None:
-        """Note that the process is to be replaced before the next request, and why."""
-        self.recycling_due, self.is_due = why, True
-
     def moved(self) -> None:
         """Note that the worker stands at another position: the steps that led there are counted."""
         self._steps = self._position.steps

@@ -1039,9 +1039,6 @@ class Supervisor:
         self.recoverer.handed_over()
         is_over = self._is_between_episodes()
         self.maintenance.begin(channel, replayed, is_over=is_over)
-        channel.on_leaving = self.maintenance.leave
-        if channel.leaving:
-            self.maintenance.leave(channel.leaving)
         channel.prefer(self.core, sharing=self._sharing)
         channel.envs, channel.patience = self.record.env_in(-1), self._deadlines.close
         if old is not None and old is not channel:

@@ -99,12 +99,12 @@ def test_what_came_before_a_replacement_is_not_replayed_again(monkeypatch: pytes
     monkeypatch.setattr(supervisor, "LARGE_SHARE", math.inf)  # every reset is told of
     events: list[Any] = []
     # The look after 64 requests finds it due, in the middle of an episode.
-    policy = RestartPolicy(snapshots=False, recycle_after_steps=55, begins_anew=True)
+    policy = RestartPolicy(snapshots=False, recycle_after_steps=55)
     env_fn = partial(CounterEnv, horizon=10, count_episodes=False)
     with SubprocessEnv(env_fn, restart=policy, hooks=[events.append]) as env:
         recovery = play(env, 16, 10, killed_in=5)
-    assert [event.outcome for event in events if isinstance(event, Recycled)] == ["exact"] * 2
-    assert recovery.outcome == "exact"
+    assert [event.outcome for event in events if isinstance(event, Recycled)] == ["replayed"] * 2
+    assert recovery.outcome == "replayed"
     assert recovery.replayed <= 9 * 11
 
 

@@ -74,11 +74,10 @@ def test_plain_steps(kind: str, env_fn: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("env_fn", ["fast", "slow"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_steps_through_many(kind: str, env_fn: str) -> None:
-    print(run("test_8_sigint_costs_nothing", "plain_steps", kind, env_fn, MANY, within=290.0))
+    print(run("test_8_sigint_costs_nothing", "plain_steps", kind, env_fn, MANY, within=110.0))
 
 
 def each_place(kind: str, what: str, stride: str) -> None:
@@ -188,10 +187,9 @@ def test_all_moments(kind: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_moments_of_many(kind: str) -> None:
-    print(run("test_8_sigint_costs_nothing", "all_moments", kind, MANY, within=290.0))
+    print(run("test_8_sigint_costs_nothing", "all_moments", kind, 2 * SOME, within=110.0))
 
 
 # --- the handler ------------------------------------------------------------------------------------------

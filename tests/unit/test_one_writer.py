@@ -49,7 +49,7 @@ CHANGES = {
         "save",
     },
     "Healing": set(),
-    "Maintenance": {"begin", "spoil", "put_off", "leave", "moved", "took", "look"},
+    "Maintenance": {"begin", "spoil", "put_off", "moved", "took", "look"},
     "Recoverer": {"launch", "await_build", "handed_over", "close", "release"},
     "Supervisor": set(),
 }
