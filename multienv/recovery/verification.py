@@ -35,7 +35,7 @@ def differences(
         recorded: Journal entries.
         replayed: The entries of the same requests, run again.
         layout: Of the banks they were copied from.
-        exact: They are of the exact codec.
+        exact: They are of a single env, not of a batch.
         starts: Slot → index of the entry in which it was reset. It took no part in the replay before. Of that entry its
             observation alone is compared: the rest may be of the step that ended the episode before.
     """

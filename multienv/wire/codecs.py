@@ -40,7 +40,7 @@ def layout_of_envs(
     """Return the layout of the banks; worker and trainer call this with the same arguments.
 
     Args:
-        exact: For the exact codec; else for rows.
+        exact: For a single env, whose values travel to the bit; else for rows of a batch.
         observation_space: Of one env; for rows, the space that the batch has.
         action_space: Of one env.
         slots: Number of envs.
