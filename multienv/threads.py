@@ -12,8 +12,10 @@ import contextlib
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, starmap
 from typing import Any
 
 from multienv.errors import MultienvError
@@ -83,28 +85,29 @@ class Bell:
     """
 
     def __init__(self) -> None:
-        self._pipe = os.pipe()
-        for descriptor in self._pipe:
+        self._pipes: list[tuple[int, int]] = []
+        self._pipes.extend(starmap(os.pipe, [()]))  # one call into C: an interruption does not lose what it opens
+        for descriptor in self._pipes[0]:
             os.set_blocking(descriptor, False)
 
     @property
     def descriptor(self) -> int:
         """Return the descriptor that is readable from :meth:`ring` until :meth:`silence`."""
-        return self._pipe[0]
+        return self._pipes[0][0]
 
     def ring(self) -> None:
         """Wake the thread that polls the descriptor."""
         with contextlib.suppress(BlockingIOError):  # the pipe is full
-            os.write(self._pipe[1], b"\0")
+            os.write(self._pipes[0][1], b"\0")
 
     def silence(self) -> None:
         """Make the descriptor unreadable again."""
         with contextlib.suppress(BlockingIOError):  # it was not rung
-            os.read(self._pipe[0], 4096)
+            os.read(self._pipes[0][0], 4096)
 
     def __del__(self) -> None:
-        for descriptor in self.__dict__.get("_pipe", ()):  # there may be none: no descriptor was left
-            os.close(descriptor)
+        # One call into C, as above. There may be none: an interruption may have come before.
+        deque(map(os.close, chain.from_iterable(self.__dict__.get("_pipes", ()))), 0)
 
 
 class Task:

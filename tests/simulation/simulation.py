@@ -48,6 +48,8 @@ from multienv.wire.segment import (
     WORKER_SLEEPS,
     Segment,
 )
+from multienv.worker import env_group, host
+from multienv.worker import rollouts as worker_rollouts
 from multienv.worker.host import Host
 
 KILLED, CRASHED = -9, -11
@@ -279,6 +281,7 @@ class Simulation:
         # Threads take their turns: what one worker's recovery shows of an env is known to the next one.
         pools = fanout.Pool, building.Pool
         fanout.Pool = building.Pool = OneByOne  # type: ignore[assignment, misc]
+        stopwatch = time.perf_counter
         cores._here = partial(int, -1)  # workers are asked in their order, wherever this process runs
         building.Launch = self.launcher  # type: ignore[assignment, misc]
         fanout.wait_any = self.wait_any
@@ -287,6 +290,8 @@ class Simulation:
         time.sleep = self.sleep  # type: ignore[assignment]
         for module in (time, fanout, hot_path):
             module.monotonic = self.clock  # type: ignore[attr-defined]
+        for module in (time, env_group, host, worker_rollouts):
+            module.perf_counter = self.clock  # type: ignore[attr-defined]
         try:
             yield
         finally:
@@ -295,6 +300,8 @@ class Simulation:
             fanout.Pool, building.Pool = pools  # type: ignore[misc]
             for module in (time, fanout, hot_path):
                 module.monotonic = clock  # type: ignore[attr-defined]
+            for module in (time, env_group, host, worker_rollouts):
+                module.perf_counter = stopwatch  # type: ignore[attr-defined]
             random.setstate(generator)
             np.random.set_state(legacy)
 
