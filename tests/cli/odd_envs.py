@@ -196,10 +196,10 @@ class Frames(CounterEnv):
 
 
 class Forked(CounterEnv):
-    """Shows whether it has been copied by a fork."""
+    """Shows whether it has been copied by a fork. Its episode has no end: no reset is there to be replayed from."""
 
     def __init__(self) -> None:
-        super().__init__(count_episodes=False)
+        super().__init__(horizon=None, count_episodes=False)
         self.born = os.getpid()
 
     def _next_draw(self) -> float:
@@ -208,10 +208,6 @@ class Forked(CounterEnv):
 
 class ForkedLate(Forked):
     """Shows it too late for the replay that follows a fork."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.horizon = None
 
     def _next_draw(self) -> float:
         return super()._next_draw() if self.episode_step > 180 else 0.0
