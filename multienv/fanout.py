@@ -248,7 +248,7 @@ class FanOut:
         return self._round
 
     def _claim(self, name: str) -> None:
-        """Be the thread that makes a call, until :meth:`finish`. Raises CallPendingError if another one makes its."""
+        """Note that this thread makes a call, until :meth:`finish`. Raises CallPendingError if another one makes its."""
         mine = get_ident()
         if self._owner.setdefault("thread", mine) == mine:  # in C: no other thread comes in between
             return
@@ -302,7 +302,7 @@ class FanOut:
         return self._executor
 
     def close(self) -> None:
-        """Let the executor go: its threads end once they have nothing to do. Takes no lock, as handlers may call it."""
+        """Release the executor: its threads end once they have nothing to do. Takes no lock, as handlers may call it."""
         bell, self._executor, self._bell = self._bell, None, None
         if bell is not None:
             bell.ring()  # take() may be waiting
@@ -631,7 +631,7 @@ class FanOut:
             self._fail(current, place, error)
 
     def _takes_over(self, current: Round, place: int) -> bool:
-        """Be the one that asks a supervisor which another fan-out has asked before: an env alone, a MultiEnv of it.
+        """Take over a supervisor that another fan-out has asked before: that of an env alone, or of a MultiEnv of it.
 
         If that one was broken off, the answer which the caller has not got must not be passed over: the member fails.
         A reset of an env alone drops what was broken off of it alone.
@@ -651,7 +651,7 @@ class FanOut:
         return True
 
     def _begin(self, current: Round, place: int, call: Callable[[], Any]) -> None:
-        """Have a thread of the executor make a call for a member."""
+        """Begin a call for a member in a thread of the executor."""
         self._note(current, place, call)
         current.tasks[place].start(self.pool)
 
@@ -661,7 +661,7 @@ class FanOut:
         current.tasks[place] = Task(call, None if bell is None else bell.ring)
 
     def _start(self, current: Round) -> None:
-        """Have threads begin the calls that are noted; again does nothing."""
+        """Begin the calls that are noted, in threads; again does nothing."""
         for task in list(current.tasks.values()):
             task.start(self.pool)
 

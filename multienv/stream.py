@@ -1,4 +1,4 @@
-"""Let envs go at their own pace: each is asked again when the caller pleases, and the first that are ready are taken.
+"""Envs that go at their own pace: each is asked again when the caller pleases, and the first that are ready are taken.
 
 An env is in one of three places. The caller has it; or it has been given a request (``Stream.given``); or what came of
 that is ready (``Stream.ready``) until the caller takes it. Envs that share a worker are asked together, once each of
@@ -131,7 +131,7 @@ class Stream:
         return list(self.ready)[:wanted]
 
     def end(self, name: str) -> None:
-        """Have the caller have all envs, before ``name`` is called: a reset drops what is under way.
+        """Give all envs back to the caller, before ``name`` is called: a reset drops what is under way.
 
         Raises:
             CallPendingError: It is no reset, and envs are under way.
@@ -163,7 +163,7 @@ class Stream:
             )
 
     def hand_over(self, envs: Collection[int]) -> None:
-        """Have the caller have these envs, of which all is done: nothing may come after it but the return.
+        """Give these envs, of which all is done, back to the caller: nothing may come after it but the return.
 
         Ctrl-C that came in the call is raised before that.
         """
@@ -259,7 +259,7 @@ class OwnPace:
         return self.stream
 
     def settle(self, name: str, note: Callable[[Round], None] | None = None) -> None:
-        """Have the caller have all envs, and finish what an earlier call has left; arguments as for :meth:`begin`."""
+        """Give all envs back to the caller, and finish what an earlier call has left; arguments as for :meth:`begin`."""
         current = self._fan.unfinished
         if current is not None and not current.name:
             (self.stream or Stream(self._fan, self._sharing)).end(name)

@@ -154,7 +154,7 @@ class Task:
                 self._then = None  # an error refers to this task, through its traceback: no circle is to hold a Bell
 
     def notify(self, then: Callable[[], object]) -> None:
-        """Have this called at the end of the call; if that has come already, it may not be."""
+        """Note what is called at the end of the call; if that has come already, it may not be."""
         self._then = then
 
     @interruptible

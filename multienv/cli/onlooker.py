@@ -130,7 +130,7 @@ class Worker:
         return "replaying" if place >= 0 else "busy"
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._segment.unmap()
 
 
@@ -213,7 +213,7 @@ class Trainer:
                 self._workers[inode] = worker
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         while self._workers:
             self._workers.popitem()[1].close()
 

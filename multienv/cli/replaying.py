@@ -62,7 +62,7 @@ class Rerun:
         return env
 
     def _ask(self, number: int, message: Message) -> Any:
-        """Let the host execute a message. Return its answer, which may be a ``Failure``."""
+        """Return the host's answer to a message, which may be a ``Failure``."""
         HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
         self._segment.write_request_payload(number, pack_message(message))
         self._host.handle(number)

@@ -37,7 +37,7 @@ class Carrier(Protocol):
         ...
 
     def post(self, frame: Frame) -> None:
-        """Have a frame carried. Takes no lock and never blocks."""
+        """Take a frame to be carried. Takes no lock and never blocks."""
         ...
 
     @property
@@ -200,7 +200,7 @@ class RelayChannel(Channel):
         return True
 
     def stack(self) -> str:
-        """Have the relay ask for the stacks."""
+        """Tell the relay to ask for the stacks."""
         before = len(self._stacks)
         if self._gone is None and not self._is_released:
             self._courier.post((frames.STACK, self.name))
@@ -209,7 +209,7 @@ class RelayChannel(Channel):
 
     @shielded
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
-        """Have the relay kill the process; a host that does not say so in time is left to its silence."""
+        """Tell the relay to kill the process; a host that does not say so in time is left to its silence."""
         if self._gone is None and not self._is_released:
             self._courier.post((frames.KILL, self.name, cause, stack, detail))
             if not self._await(lambda: self._gone is not None, _KILL_PATIENCE):
@@ -217,7 +217,7 @@ class RelayChannel(Channel):
         return self._lose(cause, detail)
 
     def wake(self) -> RelayChannel | None:
-        """Have the relay wake the snapshot, which says by its first answer that it is up."""
+        """Tell the relay to wake the snapshot, which says by its first answer that it is up."""
         fate: Fate | None = None if self._gone is None else self._gone().fate
         if fate is None or fate.snapshot is None or self._is_released or not self._courier.is_up:
             return None
@@ -233,7 +233,7 @@ class RelayChannel(Channel):
         return time.monotonic() > until
 
     def release(self, *, keep_memory: bool = False) -> None:
-        """Have the relay let go of the process."""
+        """Tell the relay to release the process."""
         if not self._is_released:
             self._courier.post((frames.RELEASE, self.name))
             self._is_released = True

@@ -148,7 +148,7 @@ class Cluster:
         hash_seed: str,
         is_wanted: Callable[[], bool],
     ) -> RayHost:
-        """Have a host made on a node that has so many CPUs free.
+        """Make a host on a node that has so many CPUs free.
 
         A node may have died without anybody knowing, and its host would never come up; so a host is pinned to one node
         and, when it is not there in time, the next one is tried.

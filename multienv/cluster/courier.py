@@ -103,7 +103,7 @@ class Courier:
         return name
 
     def post(self, frame: Frame) -> None:
-        """Have a frame carried."""
+        """Take a frame to be carried."""
         self._outbox.append(frame)
         self._bell.ring()
 

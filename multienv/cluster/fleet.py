@@ -68,7 +68,7 @@ class Seat:
             return courier
 
     def connect(self, is_wanted: Callable[[], bool]) -> RayHost:
-        """Have a host made, and wait for it."""
+        """Make a host, and wait for it."""
         fleet = self._fleet
         try:
             return fleet.cluster.place(self.cpus, partial(fleet.pick, self), fleet.hash_seed, is_wanted)

@@ -106,7 +106,7 @@ class RayEnv(SupervisedEnv):
         self._fleet.wait(CLOSE_PATIENCE)
 
     def __del__(self) -> None:
-        """Let go of the process, which ends by itself, if close() was not called."""
+        """Release the process, which ends by itself, if close() was not called."""
         if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
             abandon_all([self._supervisor])
 

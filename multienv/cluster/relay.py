@@ -132,7 +132,7 @@ class Relay:
             return self._collect(mine, is_poll=not sent)
 
     def close(self) -> None:
-        """Let go of all workers: the monitor ends them."""
+        """Release all workers: the monitor ends them."""
         for worker in self._workers.values():
             if worker.channel is not None:
                 worker.channel.release()
@@ -198,7 +198,7 @@ class Relay:
         return frames.ANSWER, name, number, worker.words(), bytes(bank.view[: HEAD.size]), rows, payload
 
     def _break(self, name: int, error: Exception) -> None:
-        """Have a worker be lost because its relay failed."""
+        """Note that a worker is lost because its relay failed."""
         worker = self._workers.setdefault(name, Relayed(None))
         if worker.gone is None:
             worker.gone = Gone("broken", detail=f"its relay failed: {type(error).__name__}: {error}")
@@ -206,7 +206,7 @@ class Relay:
     # --- what the trainer asks ----------------------------------------------------------------------
 
     def _start(self, name: int, make: Callable[[], Channel | None]) -> None:
-        """Have a worker under this name."""
+        """Keep a worker under this name."""
         try:
             channel = make()
             gone = None if channel is not None else Gone("died", detail="its snapshot is gone")
@@ -271,7 +271,7 @@ class Relay:
         return _gone(name, gone)
 
     def _aside(self, tell: Callable[[], Frame]) -> None:
-        """Have a thread do what takes a while, and tell what came of it."""
+        """Do in a thread what takes a while, and tell what came of it."""
         serial = next(self._calls)
         self._asides.add(serial)
 

@@ -192,7 +192,7 @@ class AsyncEnv:
     # --- how --------------------------------------------------------------------------------------
 
     async def _ask(self, name: str, call: Callable[[], Any], deadline: float | None = None) -> Any:
-        """Have the thread make a call, wait for it, and return what it returned or raise what it raised."""
+        """Make a call in the thread, wait for it, and return what it returned or raise what it raised."""
         if self._awaited is not None and not self._awaited[1].is_closed():  # a task whose loop was closed is cancelled
             other = self._awaited[0]
             raise CallPendingError(f"{name}(): another task awaits {other}() of this env.", other)

@@ -136,7 +136,7 @@ class Launch:
                 client.send(Order(FREE, token=token), patience=_LONGEST_FREE)
 
     def close(self) -> None:
-        """Let go of what is shared; the monitor ends by itself."""
+        """Release what is shared; the monitor ends by itself."""
         if self.shared is not None:
             self.shared.close()
 
@@ -223,7 +223,7 @@ _is_shutting_down = False
 
 
 def set_hash_seed(seed: str) -> None:
-    """Have workers that are launched from now on iterate over sets in the order of this seed: of PYTHONHASHSEED."""
+    """Set the seed of PYTHONHASHSEED for workers that are launched from now on: in its order they iterate over sets."""
     global _hash_seed
     _hash_seed = seed
 

@@ -277,7 +277,7 @@ class ProcessChannel(Channel):
 
     @shielded
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
-        """Have the monitor kill the process, which counts as dead even if an uninterruptible system call delays it."""
+        """Ask the monitor to kill the process, which counts as dead even if an uninterruptible system call delays it."""
         if self._gone is None and not self._is_released:
             stacks = self.stack() if stack else ""
             with SystemErrors():
@@ -287,7 +287,7 @@ class ProcessChannel(Channel):
         return self._lose(cause, detail)
 
     def stack(self) -> str:
-        """Have the monitor send SIGUSR2, for which faulthandler writes the stacks."""
+        """Ask the monitor to send SIGUSR2, for which faulthandler writes the stacks."""
         if not self.segment.words[PID] or self._is_released:  # the signal kills a process without its handler
             return ""
         self._hear()
@@ -298,7 +298,7 @@ class ProcessChannel(Channel):
         return self._told.stacks[-1] if len(self._told.stacks) > before else ""
 
     def wake(self) -> ProcessChannel | None:
-        """Have the monitor wake the snapshot."""
+        """Ask the monitor to wake the snapshot."""
         fate = self._told.fate
         if fate is not None and fate.snapshot is not None and not self._is_released:
             with SystemErrors():  # the monitor is gone, and the snapshot with it
@@ -330,7 +330,7 @@ class ProcessChannel(Channel):
         return not words[PID] or bool(words[BUSY] and not self.is_closing)
 
     def give_up(self) -> bool:
-        """Have the monitor kill the process, without waiting; return false if another thread has done so before."""
+        """Ask the monitor to kill the process, without waiting; return false if another thread has done so before."""
         with self._lock:
             is_first, self._is_given_up = not self._is_given_up, True
             with SystemErrors():
@@ -338,7 +338,7 @@ class ProcessChannel(Channel):
         return is_first
 
     def resume(self) -> None:
-        """Have the monitor go on if it has been stopped."""
+        """Send the monitor SIGCONT, in case it has been stopped."""
         self._resume()
 
     def end_requests(self) -> None:
