@@ -248,7 +248,7 @@ class FanOut:
         return self._round
 
     def _claim(self, name: str) -> None:
-        """Note that this thread makes a call, until :meth:`finish`. Raises CallPendingError if another one makes its."""
+        """Note that this thread makes a call, until :meth:`finish`. Raises CallPendingError if another one does."""
         mine = get_ident()
         if self._owner.setdefault("thread", mine) == mine:  # in C: no other thread comes in between
             return
@@ -302,7 +302,7 @@ class FanOut:
         return self._executor
 
     def close(self) -> None:
-        """Release the executor: its threads end once they have nothing to do. Takes no lock, as handlers may call it."""
+        """Release the executor: its threads end once they have nothing to do. Takes no lock: handlers may call it."""
         bell, self._executor, self._bell = self._bell, None, None
         if bell is not None:
             bell.ring()  # take() may be waiting

@@ -259,7 +259,7 @@ class OwnPace:
         return self.stream
 
     def settle(self, name: str, note: Callable[[Round], None] | None = None) -> None:
-        """Give all envs back to the caller, and finish what an earlier call has left; arguments as for :meth:`begin`."""
+        """Give all envs back to the caller, and finish what an earlier call has left; arguments: see :meth:`begin`."""
         current = self._fan.unfinished
         if current is not None and not current.name:
             (self.stream or Stream(self._fan, self._sharing)).end(name)

@@ -78,7 +78,7 @@ def cut_short(envs: str, seconds: float, *, busy: str = "") -> str:
 
 
 def end_all(channels: Sequence[ProcessChannel]) -> None:
-    """Ask processes to close their envs and end, all at the same time; wait for that, and kill those that take too long.
+    """Ask processes to close their envs and end, all at the same time; wait for it, and kill those that take too long.
 
     Each has the seconds of its ``patience``; one that is executing a request has :data:`BUSY_PATIENCE` to finish it.
     """

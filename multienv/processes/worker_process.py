@@ -277,7 +277,7 @@ class ProcessChannel(Channel):
 
     @shielded
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
-        """Ask the monitor to kill the process, which counts as dead even if an uninterruptible system call delays it."""
+        """Ask the monitor to kill the process, which counts as dead even if a system call delays its end."""
         if self._gone is None and not self._is_released:
             stacks = self.stack() if stack else ""
             with SystemErrors():
