@@ -269,7 +269,7 @@ class FanOut:
         request, supervisor = current.requests[place], self.supervisors[place]
         if request is self.nothing or current.answers[place] is not MISSING or place in current.tasks:
             return True
-        return supervisor.asked_by is self._me and supervisor.is_published()
+        return supervisor is not None and supervisor.asked_by is self._me and supervisor.is_published()
 
     def _take_back(self, current: Round) -> None:
         """Take back the requests of a round that an exception has struck while it was sent, unless all were sent.
@@ -488,11 +488,12 @@ class FanOut:
         current = self.unfinished
         assert current is not None
         current.sending = tuple(requests)
-        current.requests = [requests.get(place, one) for place, one in enumerate(current.requests)]
         for place in requests:
             current.failures.pop(place, None)
             current.ended.pop(place, None)
             current.answers[place] = MISSING
+        # After that: an answer from before would count as that to the request.
+        current.requests = [requests.get(place, one) for place, one in enumerate(current.requests)]
         for place in self._asking_order.now():
             if place in requests:
                 self._send_one(current, place)

@@ -122,7 +122,8 @@ def take_over() -> None:
 
 def put_back() -> None:
     """Put Python's own handler back if ours is installed and nothing needs it any more; not in other threads."""
-    if not users and noted is None and _is_main_thread() and signal.getsignal(signal.SIGINT) is handle:
+    is_coming = noted is not None or (_raised is not None and _raised.is_repeated)  # ours drops a repeated SIGINT
+    if not users and not is_coming and _is_main_thread() and signal.getsignal(signal.SIGINT) is handle:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -134,6 +135,7 @@ def handle(number: int, frame: FrameType | None) -> None:
         current.is_repeated = False
     elif repeats is not None and repeats.is_repeated:
         repeats.is_repeated, _raised = False, None
+        put_back()
         return
     if may_raise(frame) or (current is not None and time.monotonic() > current.since + PATIENCE):
         _raise()

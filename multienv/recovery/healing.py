@@ -19,7 +19,6 @@ class Healing:
     """Holds what is known of one loss, from when it is noticed until the request is answered, or its error raised.
 
     Args:
-        loss: As events tell of it.
         lost: The channel of the lost process.
         fate: How that process ended, and which snapshot it left. Not the ``Gone``: its traceback would keep the segment
             mapped.
@@ -28,12 +27,14 @@ class Healing:
             past may be the cause, so a short replay is tried first.
 
     Attributes:
+        loss: As events tell of it; ``None`` until it is recorded.
         processes: How many the request has ended, once the envs are brought back.
     """
 
-    def __init__(self, loss: Loss, lost: Channel, fate: Fate, effort: Effort, *, repeats: bool = False) -> None:
-        self.loss, self.lost, self.fate, self.effort = loss, lost, fate, effort
+    def __init__(self, lost: Channel, fate: Fate, effort: Effort, *, repeats: bool = False) -> None:
+        self.lost, self.fate, self.effort = lost, fate, effort
         self._repeats = repeats
+        self.loss: Loss | None = None
         self.processes = 0
 
     def recover(self, recoverer: Recoverer, position: Position) -> Found:
@@ -75,9 +76,15 @@ class Healing:
         self.lost.kill()
         self.lost.release(keep_memory=True)
 
+    @property
+    def what_happened(self) -> str:
+        """Return a sentence that says how the process was lost."""
+        assert self.loss is not None
+        return what_happened(self.loss)
+
     def because(self, what: str) -> str:
         """Return the reason for a truncation: what happened, and why the envs cannot be brought back."""
-        return f"{what_happened(self.loss)} It cannot be brought back: {what}."
+        return f"{self.what_happened} It cannot be brought back: {what}."
 
     def outcome(
         self, event: Recovered | NotRecovered, instruction: Instruction, before: State, after: State, reservation: str
@@ -96,6 +103,7 @@ class Healing:
             fresh = is_reset and not after.pending_truncations and not after.skipped
             return "reset" if fresh else "truncated", event.reason
         if instruction is Instruction.RAISE_POISON:
+            assert self.loss is not None
             return "raised", f"The same {self.loss.command}() ended process after process."
         truncated = [reason for slot, reason in after.pending_truncations if slot in event.mismatches]
         reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
@@ -106,6 +114,7 @@ class Healing:
     def error(self, instruction: Instruction, state: State, record: Record, policy: RestartPolicy) -> MultienvError:
         """Build the error for an instruction to raise."""
         loss = self.loss
+        assert loss is not None
         if instruction is Instruction.RAISE_BUDGET:
             text = f"Its RestartPolicy allows {policy.max_restarts} restarts in {policy.window:g} s; they are spent."
             return record.lost_error(loss, text, RestartBudgetExceeded)

@@ -143,6 +143,7 @@ class Pending:
     def settled(self) -> None:
         """Forget the request: it is answered, and another may have its number after a restore."""
         self._saved, self._silence, self._mark = None, (0, inf), (0, 0, inf, inf)
+        self._waited = 0, inf
 
     def save(self, segment: Segment, number: int) -> None:
         """Keep a step beyond the end of the process that was asked."""

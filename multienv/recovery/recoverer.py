@@ -545,13 +545,17 @@ class Recoverer:
         """Launch a process with new envs, and repeat recorded calls and attributes in them.
 
         Returns:
-            The channel, and the calls and attributes that were repeated: none if they end the process or take too long.
+            The channel, and the calls and attributes that were repeated: none if they end it, or take too long.
         """
-        try:
-            return self._built_anew(build, effort, lasting), lasting
-        except Gone:
-            sometimes("a repeated call ends the process of new envs")
-            return self._built_anew(build, effort, ()), ()
+        for _ in range(LOSSES):
+            try:
+                return self._built_anew(build, effort, lasting), lasting
+            except Gone as gone:
+                if not gone.is_from_outside:
+                    break
+                sometimes("the process of new envs is killed from outside while calls are repeated")
+        sometimes("a repeated call ends the process of new envs")
+        return self._built_anew(build, effort, ()), ()
 
     def _built_anew(self, build: Build, effort: Effort, lasting: tuple[bytes, ...]) -> Channel:
         effort.deaths.clear()

@@ -37,8 +37,8 @@ from multienv.errors import (
     UsageError,
     WaitTimeout,
 )
-from multienv.events import Hook, Outcome, Statistics
-from multienv.processes.channel import Channel, Gone, SystemErrors
+from multienv.events import Hook, Loss, Outcome, Statistics
+from multienv.processes.channel import Channel, Fate, Gone, SystemErrors
 from multienv.processes.endings import BUSY_PATIENCE, cut_short, let_go
 from multienv.recovery.answers import Answers, Read, call_answer, unreadable
 from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
@@ -101,7 +101,6 @@ from multienv.recovery.state_machine import (
 )
 from multienv.recovery.state_machine import told as line_of
 from multienv.reports.crash import Case
-from multienv.reports.texts import what_happened
 from multienv.sometimes import sometimes
 from multienv.threads import Lock, beside
 from multienv.wire.banks import FAILED, entry_of
@@ -541,13 +540,15 @@ class Supervisor:
         losses = self.state.losses
         repeats = self._is_long and losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)
         healing = self.healing
-        if healing is None or healing.lost is not channel:  # else Ctrl-C came before the state was committed
-            healing = self.healing = self._healing_of(gone, channel, slot, repeats=repeats)
+        if healing is None or healing.lost is not channel:
+            healing = self.healing = Healing(channel, self._fate_of(gone), self.recoverer.begin(), repeats=repeats)
+        if healing.loss is None:  # else an exception of a signal handler came before the state was committed
+            healing.loss = self._loss_of(gone, channel, slot)
         lost = Lost(
             gone.cause,
             slots if is_policy else slot,
             gone.is_from_outside,
-            what_happened(healing.loss),
+            healing.what_happened,
             repeats and gone.cause == "died",
         )
         instruction = self._happen(lost)
@@ -558,18 +559,22 @@ class Supervisor:
             self._drop_lost(healing, instruction)
         return instruction
 
-    def _healing_of(self, gone: Gone, channel: Channel, slot: int, *, repeats: bool) -> Healing:
-        """Record a loss, and return what is to heal it."""
-        request, number, fate = self.state.request, self.position.number + 1, gone.fate
-        if fate.snapshot is not None and fate.snapshot >= number:  # of a request that was taken back
+    def _fate_of(self, gone: Gone) -> Fate:
+        """Return how a process ended; without a snapshot that is of no use."""
+        fate = gone.fate
+        if fate.snapshot is not None and fate.snapshot > self.position.number:  # of a request that was taken back
             sometimes("a snapshot is newer than the last answer")
-            fate = replace(fate, snapshot=None)
+            return replace(fate, snapshot=None)
+        return fate
+
+    def _loss_of(self, gone: Gone, channel: Channel, slot: int) -> Loss:
+        """Record a loss."""
+        request, number = self.state.request, self.position.number + 1
         entry, name = b"", "snapshot" if request is None else request.name
         if request is not None and self.codec is not None and self.record.reports.wanted:
             entry = self.pending.entry(channel.segment, number, request, self.codec.layout)
         idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
-        loss = self.record.loss(gone, name, slot, self.pending.limit, self._case(entry), idle=idle)
-        return Healing(loss, channel, fate, self.recoverer.begin(), repeats=repeats)
+        return self.record.loss(gone, name, slot, self.pending.limit, self._case(entry), idle=idle)
 
     def _drop_lost(self, healing: Healing, instruction: Instruction) -> None:
         """Drop a lost process whose envs are not brought back, and record the outcome."""
@@ -582,6 +587,7 @@ class Supervisor:
             self._tell(healing, "reset" if is_reset else "truncated", self.state.what)
 
     def _tell(self, healing: Healing, outcome: Outcome, reason: str) -> None:
+        assert healing.loss is not None
         self.record.recovery(healing.loss, outcome, reason, healing.effort)
 
     def _case(self, pending: bytes) -> Case | None:
@@ -613,6 +619,7 @@ class Supervisor:
         if build.seeds is not None:
             build = replace(build, seeds=seeds_from(*build.seeds))
         build = replace(build, draws=tuple(draw + 1 for draw in build.draws), generators={})
+        position.build = build  # first: another try draws other numbers
         effort = self.recoverer.begin(planned=self.healing is None)
         lasting = journal.all_lasting() if journal.replaying else ()
         try:
@@ -682,9 +689,12 @@ class Supervisor:
         except RequestFailedError as failed:
             return self.record.error_of(-1, failed.failure, "initialize")
         except Gone as gone:
-            loss = self.record.loss(gone, "initialize", gone.slot, pending.limit, self._case(b""))
-            effort = self.recoverer.begin() if self.healing is None else self.healing.effort
-            self.healing = Healing(loss, channel, gone.fate, effort)
+            healing = self.healing
+            if healing is None or healing.lost is not channel:
+                effort = self.recoverer.begin() if healing is None else healing.effort
+                healing = self.healing = Healing(channel, gone.fate, effort)
+            if healing.loss is None:
+                healing.loss = self.record.loss(gone, "initialize", gone.slot, pending.limit, self._case(b""))
             return Lost(gone.cause, -1, gone.is_from_outside)
         return Built()
 
@@ -704,6 +714,7 @@ class Supervisor:
             self.drop()
             return self._happen(BudgetSpent())
         except Unrecoverable as why:
+            self.drop()  # there may be one that an earlier try has adopted
             event: Recovered | NotRecovered = NotRecovered(healing.because(str(why)))
         else:
             event = Recovered({slot: healing.because(what) for slot, what in found.mismatches.items()})
@@ -718,7 +729,8 @@ class Supervisor:
         self.path.append((event, after))
         healing.processes = self.state.losses
         reservation = self.position.journal.memory.reservation
-        self._tell(healing, *healing.outcome(event, instruction, self.state, after, reservation))
+        outcome, reason = healing.outcome(event, instruction, self.state, after, reservation)
+        self._tell(healing, outcome, reason)
         self.state = after
         return instruction
 
@@ -811,9 +823,10 @@ class Supervisor:
         skipped = self.state.skipped
         if skipped:
             bank.skipped[:] = 0
-            if request.kind is Kind.RESET and self.healing is not None and not isinstance(answer, Exception):
+            loss = None if self.healing is None else self.healing.loss
+            if request.kind is Kind.RESET and loss is not None and not isinstance(answer, Exception):
                 for slot, reason in skipped:
-                    answer.errors[slot] = self.record.lost_error(self.healing.loss, reason)
+                    answer.errors[slot] = self.record.lost_error(loss, reason)
             if not self.position.build.exact and not failed:
                 self._note_spoilt(skipped)
         ended = request.kind is Kind.STEP and read is not None and read.ended
@@ -1074,6 +1087,7 @@ class Supervisor:
     def give_up(self) -> None:
         """End the process; the envs' episode is given up too."""
         self.drop()
+        self.healing = None
         if self.state.process is not Process.NONE:
             self._happen(Discarded())
 
@@ -1127,6 +1141,8 @@ class Supervisor:
             generators = self.ask_between(TellGenerators(anew), ASIDE) if anew else {}
         except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
             sometimes("a process is lost before it is replaced by plan")
+            if self.state.process is Process.NONE and not self.state.pending_truncations:
+                raise  # the policy says so; the caller's request has no envs to go to
             logger.warning("%s: its process is not replaced: %s", record.name, error)
             maintenance.put_off()
             return
@@ -1228,7 +1244,9 @@ class Supervisor:
                 answer = self.recoverer.ask(channel, message, self.pending.until)
             except Gone as gone:
                 sometimes("a process is lost while it is asked for a snapshot")
-                self._lose(gone)
+                instruction = self._lose(gone)
+                if instruction is not Instruction.RECOVER:
+                    raise self._error_to_raise(instruction) from None
             else:
                 self.stand(before)
                 return answer
@@ -1376,8 +1394,6 @@ class Supervisor:
     def _release(self) -> None:
         """Release the process, snapshots, and what keeps memory mapped."""
         self.note_closed()
-        interrupts.users.discard(self)
-        interrupts.put_back()
         self._checkpoints.free_all()
         self.record.reports.drop()
         channel, self.seeds = self.channel, None
@@ -1386,6 +1402,8 @@ class Supervisor:
             if channel is not None:
                 channel.release()
             self.recoverer.release()
+        interrupts.users.discard(self)
+        interrupts.put_back()
 
     def statistics(self) -> Statistics:
         """Return counters and state at this moment."""

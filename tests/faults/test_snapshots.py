@@ -19,7 +19,7 @@ from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, 
 from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
-from multienv.errors import ClosedError, UsageError
+from multienv.errors import ClosedError, UsageError, WorkerLostError
 from multienv.events import Event, Recovery
 from multienv.processes.launcher import Launch
 
@@ -283,3 +283,15 @@ def test_wrong_calls() -> None:
         with pytest.raises(UsageError, match="pending"):
             env.restore(token)
         assert env.step_wait()[0][0] == 1
+
+
+@pytest.mark.parametrize("on_crash", ["raise", "truncate"])
+def test_snapshot_of_a_dead_worker_that_nothing_is_to_bring_back_says_so(on_crash: Any) -> None:
+    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(on_crash=on_crash)) as env:
+        env.reset(seed=0)
+        kill_worker(env)
+        with pytest.raises(WorkerLostError, match="SIGKILL"):
+            env.snapshot()
+        if on_crash == "truncate":
+            assert env.step(1)[3]
+        assert env.reset(seed=0)[0][0] == 0

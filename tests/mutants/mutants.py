@@ -844,7 +844,7 @@ MUTANTS = [
         "Envs are brought back from a snapshot that has executed a request which was taken back.",
         8,
         "recovery/supervisor.py",
-        "fate.snapshot >= number:",
+        "fate.snapshot > self.position.number:",
         "fate.snapshot < 0:",
         ("tests/simulation/test_single_faults.py",),
     ),

@@ -53,4 +53,21 @@ REGRESSIONS: dict[str, Case] = {
         eager=True,
         rare=757952,
     ),
+    # Calls and attributes set were repeated in the new envs of a replacement by plan, and the process was killed from
+    # outside meanwhile: the next one began without them.
+    "what_was_set_survives_a_kill_while_it_is_repeated_in_new_envs": Case(
+        "NEXT_STEP",
+        "memory",
+        (
+            ("reset", 7),
+            ("step", 0),
+            ("call", 0.5),
+            ("set", 0.25),
+            *(("step", number) for number in range(1, 10)),
+            ("reset", None),
+            *(("step", number) for number in range(3)),
+        ),
+        (Fault(1, "request", 16, "interrupted after", times=4), Fault(1, "ask", 2, "before")),
+        rare=161268,
+    ),
 }
