@@ -146,7 +146,7 @@ class Checkpoints:
             raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
         token = next(_tokens)
         try:
-            obstacle = worker.ask_between(KeepSnapshot(token, worker.position.number), ASIDE)
+            obstacle = worker.ask_between(KeepSnapshot(token, worker.position.number))
             snapshot = Snapshot(token, self.position(), self._kept)
         except BaseException:
             sometimes("a snapshot is broken off while it is taken")

@@ -16,7 +16,7 @@ from multienv.sometimes import sometimes
 
 
 class Healing:
-    """Holds what is known of one loss, from when it is noticed until the request is answered, or its error raised.
+    """Holds what is known of one loss, from when it is noticed until the request is answered, or the envs are given up.
 
     Args:
         lost: The channel of the lost process.

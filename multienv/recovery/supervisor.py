@@ -5,10 +5,10 @@ follows from an event is decided in ``state_machine``; how envs are brought back
 steps, of many workers at once, are asked and taken in ``hot_path``. What the caller has seen of the worker is its
 ``Position``.
 
-**Ctrl-C.** An interrupted wait leaves the request pending, and the next call collects it: reading a reply does not use
-it up, and an answer is committed at once with all that says so. One that strikes while a process is being asked makes
-the process lost, and the request was never made (``take_back``): the next call brings the envs back to where the caller
-saw them last.
+**Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
+and the next call collects it: reading a reply does not use it up, and an answer is committed at once with all that says
+so. Another signal handler may raise anywhere. If it does while a process is being asked, the process is lost, and the
+request was never made (``take_back``): the next call brings the envs back to where the caller saw them last.
 """
 
 from __future__ import annotations
@@ -223,7 +223,6 @@ class Supervisor:
         self.seeds: Any = None
         self.on_spaces: Callable[[], Callable[[tuple[Any, Any]], object] | None] = lambda: None
         self.path: deque[tuple[Event, State]] = deque(maxlen=_PATH)
-        self.index = index
         self._sharing = 0
         self._why_lost = ""  # of a process that was ended by plan; "": see _INTERRUPTED
         self.policy, self._deadlines = policy, deadlines
@@ -949,7 +948,7 @@ class Supervisor:
         self.position.journal.note_ends((0,), number)
 
     def note_ends(self, reply: Any, number: int) -> None:
-        """Note whose episodes the answer to the step ``number`` ends; again does no harm."""
+        """Note whose episodes the answer to the step ``number`` ends."""
         if isinstance(reply, RowsReply):
             failed = self.segment.banks[number & 1].failed
             ended = (reply.terminated | reply.truncated | failed).nonzero()[0].tolist()
@@ -1138,7 +1137,7 @@ class Supervisor:
         position = self.position
         ends_first = len(anew) == len(slots) or (maintenance.ends_first and can_replay(position, frozenset(anew)))
         try:
-            generators = self.ask_between(TellGenerators(anew), ASIDE) if anew else {}
+            generators = self.ask_between(TellGenerators(anew)) if anew else {}
         except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
             sometimes("a process is lost before it is replaced by plan")
             if self.state.process is Process.NONE and not self.state.pending_truncations:
@@ -1229,14 +1228,14 @@ class Supervisor:
             self._checkpoints.load_state_dict(state)
 
     @interrupts.shielded
-    def ask_between(self, message: Message, limit: float) -> Any:
+    def ask_between(self, message: Message) -> Any:
         """Return the answer to a request of ours between two of the caller's; a loss meanwhile is healed first."""
         while True:
             if self.state.process is Process.LOST:
                 self._bring_back()
             before, channel = self.state, self.channel
             assert channel is not None
-            self.pending.begin(message, b"", limit)
+            self.pending.begin(message, b"", ASIDE)
             self.healing = None
             # So that an exception in here leaves the worker lost; else it is as before.
             self.stand(decide(before, Interrupted(), self.rules)[0])
@@ -1280,7 +1279,7 @@ class Supervisor:
         self._happen(Closed())
 
     def stand(self, state: State) -> None:
-        """Go back to a state that was left for a while."""
+        """Commit a state that no event leads to: for a while another one, or that from before."""
         self.state = interned(state)
 
     # --- wrong calls ------------------------------------------------------------------------------
