@@ -638,7 +638,7 @@ class Supervisor:
                 unbuilt = self.record.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
             self._give_up_request(unbuilt)
             raise unbuilt from why
-        self.begin_anew(build, lasting)
+        self._begin_anew(build, lasting)
         self.adopt(channel)
         return self._happen(Launched(), Built())
 
@@ -659,10 +659,10 @@ class Supervisor:
             raise outcome
         if isinstance(outcome, Lost):
             instruction = self._happen(outcome)
+            self.drop()
             if instruction is Instruction.RAISE_LOST:
                 assert self.healing is not None
-                self._drop_lost(self.healing, instruction)
-            self.drop()
+                self._tell(self.healing, "raised", "")
             return instruction
         if self.healing is not None:
             self._tell(self.healing, "exact", "")
@@ -720,7 +720,7 @@ class Supervisor:
         self.refuse_if_closed("collect", None if found is None else found.channel)
         if found is not None:
             is_long = self.position.journal.can_be_shorter(found.plan)
-            self.go_on_from(found.plan, found.mismatches, healing.effort)
+            self._go_on_from(found.plan, found.mismatches, healing.effort)
             self.adopt(found.channel, healing.effort.replayed)
             self._is_long = is_long
         after, instruction = decide(self.state, event, self.rules)
@@ -733,7 +733,7 @@ class Supervisor:
         self.state = after
         return instruction
 
-    def go_on_from(self, plan: Plan | None, lost: Iterable[int], effort: Effort) -> None:
+    def _go_on_from(self, plan: Plan | None, lost: Iterable[int], effort: Effort) -> None:
         """Note that the envs are those that a replay has led to; ``None``: a snapshot. Those in ``lost`` are others."""
         journal = self.position.journal
         effort.is_exact = plan is None or not plan.resets or journal.begins_anew
@@ -741,7 +741,7 @@ class Supervisor:
             journal.go_on_from(plan)
             journal.lose(lost)
 
-    def begin_anew(self, build: Build, lasting: tuple[bytes, ...]) -> None:
+    def _begin_anew(self, build: Build, lasting: tuple[bytes, ...]) -> None:
         """Note that all envs are new ones, in which these calls and attributes were repeated."""
         self.position.build = build
         self.position.journal.begin(self.position.number, lasting)
@@ -1074,7 +1074,7 @@ class Supervisor:
         self.position.show(channel.segment, position["shown"])
         if self.position.spaces != spaces:
             self._set_spaces(self.position.spaces)
-        self.stand(state)
+        self._stand(state)
 
     def drop(self) -> None:
         """End the process; its segment stays, with what the caller saw last."""
@@ -1148,7 +1148,7 @@ class Supervisor:
         before = self.state
         if ends_first:
             # From here on an exception leaves the worker lost: the next request brings the envs back.
-            self.stand(decide(before, Interrupted(), self.rules)[0])
+            self._stand(decide(before, Interrupted(), self.rules)[0])
             self.healing = None
             assert self.channel is not None
             limit = self._deadlines.close
@@ -1161,12 +1161,12 @@ class Supervisor:
         if process is not None and replacement.build is not None:
             sometimes("a process is replaced by plan")
             if replacement.plan is None:
-                self.begin_anew(replacement.build, replacement.lasting)
+                self._begin_anew(replacement.build, replacement.lasting)
             else:
                 position.build = replacement.build
-                self.go_on_from(replacement.plan, replacement.plan.missing, effort)
+                self._go_on_from(replacement.plan, replacement.plan.missing, effort)
             self.adopt(process, effort.replayed)
-            self.stand(before)
+            self._stand(before)
             outcome: Any = "exact" if effort.is_exact else "replayed"
             outcome = "reset" if replacement.plan is None else outcome
             reason = position.journal.memory.reservation if outcome == "replayed" else ""
@@ -1238,7 +1238,7 @@ class Supervisor:
             self.pending.begin(message, b"", ASIDE)
             self.healing = None
             # So that an exception in here leaves the worker lost; else it is as before.
-            self.stand(decide(before, Interrupted(), self.rules)[0])
+            self._stand(decide(before, Interrupted(), self.rules)[0])
             try:
                 answer = self.recoverer.ask(channel, message, self.pending.until)
             except Gone as gone:
@@ -1247,7 +1247,7 @@ class Supervisor:
                 if instruction is not Instruction.RECOVER:
                     raise self._error_to_raise(instruction) from None
             else:
-                self.stand(before)
+                self._stand(before)
                 return answer
 
     def _bring_back(self) -> None:
@@ -1278,7 +1278,7 @@ class Supervisor:
         """Note that the worker is closed: it refuses all calls from now on."""
         self._happen(Closed())
 
-    def stand(self, state: State) -> None:
+    def _stand(self, state: State) -> None:
         """Commit a state that no event leads to: for a while another one, or that from before."""
         self.state = interned(state)
 
