@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -27,10 +27,10 @@ from multienv.recovery.state_machine import LOSSES
 from multienv.recovery.turns import Turns
 from multienv.recovery.verification import differences, is_comparable
 from multienv.sometimes import sometimes
-from multienv.wire.banks import BEGIN, FAILED, HEAD, MESSAGE, STEP, U32, split_entries
+from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32, split_entries
 from multienv.wire.codecs import Codec
 from multienv.wire.infos import Illegible
-from multienv.wire.messages import Build, Description, Failure, Message, Replay, foreign, pack_message
+from multienv.wire.messages import Build, Description, Failure, Message, Replay, foreign, is_reset, pack_message
 from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
@@ -166,7 +166,7 @@ class Recoverer:
         channel: Channel,
         message: Message,
         until: float | None,
-        limit_at: Callable[[int], float] | None = None,
+        limits: Sequence[float] = (),
         effort: Effort | None = None,
     ) -> Any:
         """Send a request of our own to a process and return its answer.
@@ -175,7 +175,7 @@ class Recoverer:
             channel: To the process.
             message: The request.
             until: When to give up, by ``time.monotonic()``; ``None``: never.
-            limit_at: Returns the seconds that an env may take at a place of a replay; ``None``: no limit.
+            limits: The seconds that an env may take at each place of a replay, as ``REPLAYING`` says it.
             effort: The recovery that it belongs to; the log is told if that takes long.
 
         Raises:
@@ -184,30 +184,31 @@ class Recoverer:
         """
         number = self.next_number()
         self.publish(channel, number, pack_message(message))
-        return self.answer(channel, number, until, limit_at, effort)
+        return self.answer(channel, number, until, limits, effort)
 
     def answer(
         self,
         channel: Channel,
         number: int,
         until: float | None,
-        limit_at: Callable[[int], float] | None = None,
+        limits: Sequence[float] = (),
         effort: Effort | None = None,
     ) -> Any:
         """Wait for the answer to a request of our own, and return it; see :meth:`ask`."""
         banks, words = channel.segment.banks, channel.segment.words
         until = math.inf if until is None else until
         mark, since = (-1, -1), 0.0
+        pause = min(limits, default=math.inf) / _LOOKS  # the shortest: whatever is called now, the next is seen in time
         while True:
             now, before = time.monotonic(), mark
             mark = words[REPLAYING], words[SLOT]  # the env that is being called, and in which request
             if mark != before:
                 since = now
-            limit = math.inf if limit_at is None else limit_at(mark[0])
+            limit = limits[min(mark[0], len(limits) - 1)] if limits else math.inf
             if now >= min(until, since + limit):
                 sometimes("a request of our own hangs")
                 raise channel.kill(cause="hung", stack=True)
-            if self._wait(channel, number, min(until, since + limit, now + limit / _LOOKS), effort):
+            if self._wait(channel, number, min(until, since + limit, now + pause), effort):
                 break
         try:
             payload = channel.segment.read_reply_payload(number)
@@ -592,8 +593,8 @@ class Recoverer:
         differ = {slot: f"the replay does not match what was seen: {what}" for slot, what in found.items()}
         return {**differ, **plan.missing}
 
-    def _limits_of(self, plan: Plan) -> Callable[[int], float]:
-        """Return what tells after how many seconds at a place, as ``REPLAYING`` says it, an env hangs in a replay."""
+    def _limits_of(self, plan: Plan) -> list[float]:
+        """Return after how many seconds an env hangs in a replay, for each place as ``REPLAYING`` says it."""
         assert self.codec is not None
         end = self.codec.layout.end
         # One that is "auto" ends no replay.
@@ -601,14 +602,11 @@ class Recoverer:
             limit + REPLAY_GRACE if isinstance(limit, int | float) else math.inf
             for limit in (self._deadlines.step, self._deadlines.reset, self._deadlines.call)
         )
-        of_kinds = {STEP: step, BEGIN: reset}
-
-        @cache
-        def limits() -> list[float]:
-            begin = max(step, reset, call * len(plan.lasting) if plan.lasting else 0.0)
-            return [begin, *(of_kinds.get(entry.record[0], call) for entry in split_entries(plan.entries, end))]
-
-        return lambda place: limits()[min(place, plan.requests)]
+        limits = [max(step, reset, call * len(plan.lasting) if plan.lasting else 0.0)]
+        for entry in split_entries(plan.entries, end):
+            resets = is_reset(entry.record[0], entry.request_payload)
+            limits.append(step if entry.is_step else reset if resets else call)
+        return limits
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:
         """Count a death; return why this method is given up if too many died at this place, else ``""``."""

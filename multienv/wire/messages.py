@@ -371,6 +371,15 @@ def pack_message(message: Message) -> bytes:
     return foreign(lambda: dumps(message), lambda error: Unpicklable(error))
 
 
+# What the pickle of a Reset begins with, behind the eleven bytes that tell its length.
+_LENGTH, _RESET = 11, pickle.dumps(Reset, protocol=5)[11:-1]
+
+
+def is_reset(kind: int, payload: bytes) -> bool:
+    """Tell whether a request is a reset; nothing is unpickled, which would run foreign code."""
+    return kind == BEGIN or payload.startswith(_RESET, _LENGTH)
+
+
 def message_of(kind: int, payload: bytes) -> Message:
     """Return the message of a request that is not a step; unpickling runs foreign code."""
     if kind == BEGIN:

@@ -13,7 +13,7 @@ import time
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -105,12 +105,14 @@ class EchoEnv(CounterEnv):
         return number
 
 
-def hangs_in_its_second_life(path: str) -> FaultyEnv:
-    """Hang in the third step of the second process, which is one of its replay."""
+def hangs_in_its_second_life(path: str, moment: Literal["reset", "step"], at: int, **slow: float) -> FaultyEnv:
+    """Hang in the second process, in a reset or step that is one of its replay; slow is that process alone."""
     with Path(path).open("a") as file:
         file.write("b")
     is_second = Path(path).stat().st_size == 2
-    return FaultyEnv(fault=Fault("hang_c", "step", at=3, ignore_sigterm=True) if is_second else ())
+    if not is_second:
+        return FaultyEnv(fault=())
+    return FaultyEnv(fault=Fault("hang_c", moment, at=at, ignore_sigterm=True), **slow)
 
 
 class MarksTheSecondLife(CounterEnv):

@@ -148,13 +148,23 @@ def test_a_recovery_that_hangs_ends_in_a_truncation(kind: str, tmp_path: Path) -
         assert (tmp_path / "built").stat().st_size >= 2
 
 
-def test_a_replay_that_hangs_is_given_up_by_the_deadline_of_a_step(
-    marker: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("second", "limits"),
+    [
+        ({"moment": "step", "at": 3}, Deadlines(step=0.5, reset=20.0)),
+        # The trainer looks first while the reset runs, which may take as long as it likes.
+        ({"moment": "step", "at": 3, "reset_seconds": 0.3}, Deadlines(step=0.5)),
+        ({"moment": "reset", "at": 1}, Deadlines(reset=0.5)),
+    ],
+    ids=["a step", "a step after a slow reset", "a reset"],
+)
+def test_a_replay_that_hangs_is_given_up_by_the_deadline_of_its_kind(
+    second: dict[str, Any], limits: Deadlines, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then another process is tried: the whole of Deadlines.recovery, two minutes, is not waited for."""
     monkeypatch.setattr(recoverer, "REPLAY_GRACE", 0.2)
-    limits = Deadlines(step=0.5, reset=20.0)
-    with Face("vector_env", [partial(hangs_in_its_second_life, marker)], deadlines=limits, restart=REPLAY) as face:
+    env_fn = partial(hangs_in_its_second_life, marker, **second)
+    with Face("vector_env", [env_fn], deadlines=limits, restart=REPLAY) as face:
         face.reset(0)
         for _ in range(4):
             face.step([1])
