@@ -5,8 +5,8 @@ each of several members: a step of all envs, say. All requests are sent before t
 whose process must be killed or brought back, and a member that blocks, gets a thread of the executor meanwhile. While
 one worker is waited for all others are watched, so that such a thread begins when a process ends or is overdue.
 
-An *endless* round lets each member go at its own pace: it is asked again whenever it has answered, and answers are
-taken as they come. ``stream.py`` has what is made of it.
+:class:`Endless` lets each member go at its own pace: it is asked again whenever it has answered, and answers are taken
+as they come. ``stream.py`` has what is made of it. No call there goes over all members, however many there are.
 
 **Ctrl-C.** KeyboardInterrupt is raised only where it does no harm: see ``interrupts.py``. Other signal handlers may
 raise anywhere. A round that was broken off before all its requests were published was never made: the next call takes
@@ -19,7 +19,7 @@ broken off and called again any number of times.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 from threading import get_ident
@@ -31,14 +31,16 @@ from multienv.config import check_seconds
 from multienv.cores import AskingOrder
 from multienv.errors import CallPendingError, ClusterError, MultienvError, SystemLimitError, WaitTimeout
 from multienv.native import native
-from multienv.processes.channel import Channel, wait_any
+from multienv.processes.channel import LONGEST_SLEEP, LOOKING, TRAINER_LOOKS, Channel, give_way, wait_any
+from multienv.processes.watch import Watch
 from multienv.recovery import hot_path
 from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_ASYNC
+from multienv.recovery.record import share_news
 from multienv.recovery.supervisor import RecoveryDue, Supervisor
 from multienv.sometimes import sometimes
 from multienv.threads import Bell, Pool, Task, idents_of_threads
 
-# An endless round that always finds something to take looks for dead processes after so many seconds.
+# An endless round looks after so many seconds which of the requests that were sent meanwhile are overdue.
 _LOOK_EVERY = 0.1
 
 # (name, request) → answer; called in a thread.
@@ -122,9 +124,8 @@ class Round:
     """Holds one request to several members, and what has come of it so far.
 
     Args:
-        name: What the caller called: ``"step"``, ``"reset"``, …; ``""``: an endless round.
-        requests: One for each member: an action or a message, in an endless round :class:`Noted`; ``None`` leaves the
-            member alone.
+        name: What the caller called: ``"step"``, ``"reset"``, …
+        requests: One for each member: an action or a message; ``None`` leaves the member alone.
         order: Of the supervisors, in which they are asked.
         waits: Asked and answered in one call of the caller's; else in two halves.
         nothing: The request that leaves a member alone.
@@ -174,9 +175,26 @@ class Round:
         self.ended: dict[int, Any] = {}  # transitions that ended an episode and are followed by a reset
 
     @property
+    def is_supervised(self) -> bool:
+        """Tell whether it asks supervisors; else it makes calls that block: see :meth:`FanOut.call_each`."""
+        return bool(self.order)
+
+    def asks(self, place: int, nothing: Any) -> bool:
+        """Tell whether a supervisor is asked something, by whatever ``nothing`` stands for."""
+        return self.is_supervised and self.requests[place] is not nothing
+
+    @property
     def is_interrupted(self) -> bool:
         """Tell whether any later call completes this unfinished round: its call, or a wait for it, was interrupted."""
         return self.waits or self.resumed
+
+    def lacks(self, place: int) -> bool:
+        """Tell whether the answer of a member lacks."""
+        return self.answers[place] is MISSING
+
+    def request(self, place: int) -> tuple[str, Any]:
+        """Return what a member is asked: name and content."""
+        return self.name, self.requests[place]
 
     def misses_some(self) -> bool:
         """Tell whether an answer lacks. No generator: one swallows an interruption that comes while it is closed."""
@@ -184,6 +202,48 @@ class Round:
             if answer is MISSING:
                 return True
         return False
+
+
+class Endless:
+    """Holds what is asked of members that go at their own pace, and what has come of it.
+
+    Attributes:
+        requests: Member → its request, for those that are asked.
+        answers: Member → what it answered, ``None`` if it failed; for those whose answer has come.
+        failures: Member → what it raised.
+        sending: Members that are being asked; ``()``: all are asked.
+    """
+
+    __slots__ = ("answers", "ended", "failures", "requests", "sending", "tasks")
+    name, waits, resumed, is_interrupted, is_supervised = "", False, False, False, True
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Noted] = {}
+        self.answers: dict[int, Any] = {}
+        self.failures: dict[int, BaseException] = {}
+        self.tasks: dict[int, Task] = {}
+        self.ended: dict[int, Any] = {}
+        self.sending: Collection[int] = ()
+
+    def lacks(self, place: int) -> bool:
+        """Tell whether a member is asked and its answer lacks."""
+        return place in self.requests and place not in self.answers
+
+    def asks(self, place: int, nothing: Any) -> bool:
+        """Tell whether a member is asked something."""
+        return place in self.requests
+
+    def request(self, place: int) -> tuple[str, Any]:
+        """Return what a member is asked: name and content."""
+        return self.requests[place]
+
+    def forget(self, places: Iterable[int]) -> None:
+        """Forget these members: they are not asked, or what came of it is noted elsewhere. Again does nothing."""
+        for place in places:
+            self.requests.pop(place, None)
+            self.answers.pop(place, None)
+            self.failures.pop(place, None)
+            self.ended.pop(place, None)
 
 
 class FanOut:
@@ -216,7 +276,7 @@ class FanOut:
         skips_none: bool = True,
     ) -> None:
         self.supervisors: list[Any] = [None if callable(member) else member for member in members]
-        self._round: Round | None = None
+        self._round: Round | Endless | None = None
         self._owner: dict[str, int] = {}  # "thread": the one that is in a call, or was interrupted in one
         self._blocking = {place: member for place, member in enumerate(members) if callable(member)}
         self._followup = followup
@@ -225,11 +285,13 @@ class FanOut:
         self._name = name
         self._executor: Pool | None = None
         self._bell: Bell | None = None  # of all endless rounds: what a handler raises in a finalizer is swallowed
-        self._look_at = 0.0  # when to look for dead processes although others are ready
+        self._watch: Watch | None = None  # in an endless round
+        self._look_at = 0.0  # when to go over all members that are asked: for deadlines, say
+        self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)
         self._records = [one.record for one in self.supervisors if one is not None]
-        self._told = [record.told for record in self._records]  # what hooks are to be told when the call is done
+        share_news(self._records)
         self._heals_here = len(members) == 1 and not self._blocking  # no other member has to wait meanwhile
         # After multienv.cores.spread(), which says on which core each worker runs.
         self._asking_order = AskingOrder(
@@ -237,7 +299,7 @@ class FanOut:
         )
 
     @property
-    def unfinished(self) -> Round | None:
+    def unfinished(self) -> Any:
         """Return the round whose outcome has not been handed to the caller; one that was sent in part is taken back."""
         current = self._round
         if current is not None:
@@ -260,18 +322,18 @@ class FanOut:
             )
         self._owner["thread"] = mine  # it was interrupted there, and has ended
 
-    def _is_sent(self, current: Round, place: int) -> bool:
+    def _is_sent(self, current: Round | Endless, place: int) -> bool:
         """Tell whether nothing is left to do to send a member its request, though an exception came meanwhile.
 
         A worker has its request once the number of it is published. What comes after that, the byte that wakes it,
         is sent again by each wait. Most interruptions strike there: the worker wakes, and takes the core.
         """
-        request, supervisor = current.requests[place], self.supervisors[place]
-        if request is self.nothing or current.answers[place] is not MISSING or place in current.tasks:
+        supervisor = self.supervisors[place]
+        if current.request(place)[1] is self.nothing or not current.lacks(place) or place in current.tasks:
             return True
         return supervisor is not None and supervisor.asked_by is self._me and supervisor.is_published()
 
-    def _take_back(self, current: Round) -> None:
+    def _take_back(self, current: Round | Endless) -> None:
         """Take back the requests of a round that an exception has struck while it was sent, unless all were sent.
 
         This may be broken off, too.
@@ -284,14 +346,12 @@ class FanOut:
             supervisor = self.supervisors[place]
             if supervisor is not None and supervisor.asked_by is self._me:
                 supervisor.take_back()
-        if current.name:
+        if isinstance(current, Round):
             self._round, self._owner = None, {}
             return
         for place in current.sending:
-            current.answers[place] = None
-            current.failures.pop(place, None)
             current.tasks.pop(place, None)
-        current.requests = [None if place in current.sending else one for place, one in enumerate(current.requests)]
+        current.forget(current.sending)
         current.sending = ()
 
     @property
@@ -375,7 +435,7 @@ class FanOut:
         """
         check_seconds("timeout", timeout, zero=True)
         current = self._round
-        assert current is not None
+        assert isinstance(current, Round)
         self._claim(current.name)
         if timeout is None and current.name == "step" and not current.tasks and not current.ended:
             state = STEPPING if current.waits else STEPPING_ASYNC
@@ -437,7 +497,7 @@ class FanOut:
         What the caller does between this and its ``return`` must not call anything: what another signal handler raises
         there would lose the outcome.
         """
-        if any(self._told):
+        if self._records and self._records[0].news:
             current, self._round = self._round, None  # for a hook that uses the envs all the same
             try:
                 self.call_hooks()
@@ -448,7 +508,7 @@ class FanOut:
         # Adjacent stores: neither a signal handler nor another thread comes in between.
         self._round, self._owner = None, {}
 
-    def forget(self) -> Round | None:
+    def forget(self) -> Any:
         """Return the unfinished round, and be done with it whatever has become of it: the envs are closed."""
         current = self._round
         self._round, self._owner = None, {}
@@ -456,51 +516,72 @@ class FanOut:
 
     def call_hooks(self) -> None:
         """Call the hooks with what happened meanwhile."""
-        for record in self._records:
-            record.call_hooks()
+        if self._records:
+            self._records[0].call_all_hooks()
 
     # --- an endless round ---------------------------------------------------------------------------
 
-    def begin_endless(self) -> Round:
+    def begin_endless(self) -> Endless:
         """Begin an endless round, or go on with the one that is begun.
 
         The answers to a call in two halves that is pending are taken in it one by one.
         """
         pending = self.unfinished
-        if pending is not None and not pending.name:
+        if isinstance(pending, Endless):
             return pending
         bell = self._bell = self._bell or Bell()
         bell.silence()
-        name, given = ("", [None] * len(self.supervisors)) if pending is None else (pending.name, pending.requests)
-        requests = [None if one is self.nothing else Noted(name, one) for one in given]
-        order = [place for place, one in enumerate(self.supervisors) if one is not None]
-        current = Round("", requests, order, waits=False)
+        current, watch = Endless(), Watch(bell)
         if pending is not None:
-            current.answers, current.failures = pending.answers, pending.failures
-            current.tasks, current.ended = pending.tasks, pending.ended
+            for place, request in enumerate(pending.requests):
+                if request is not self.nothing:
+                    current.requests[place] = Noted(pending.name, request)
+                    if not pending.lacks(place):
+                        current.answers[place] = pending.answers[place]
+            current.failures, current.tasks, current.ended = pending.failures, pending.tasks, pending.ended
             for task in current.tasks.values():
                 task.notify(bell.ring)
+        self._watch, self._look_at = watch, 0.0
+        self._look_now.clear()
         self._round = current
         return current
 
+    def end_endless(self) -> None:
+        """End the endless round, in which nothing is asked any more."""
+        watch, self._watch, self._round, self._owner = self._watch, None, None, {}
+        if watch is not None:
+            watch.end()
+
     def send_some(self, requests: Mapping[int, Noted]) -> None:
         """Send requests in the endless round, to members that are not asked. Broken off, none of them was made."""
-        current = self.unfinished
-        assert current is not None
+        current, watch, supervisors = self.unfinished, self._watch, self.supervisors
+        assert isinstance(current, Endless)
+        assert watch is not None
         current.sending = tuple(requests)
-        for place in requests:
-            current.failures.pop(place, None)
-            current.ended.pop(place, None)
-            current.answers[place] = MISSING
-        # After that: an answer from before would count as that to the request.
-        current.requests = [requests.get(place, one) for place, one in enumerate(current.requests)]
-        for place in self._asking_order.now():
-            if place in requests:
+        current.requests.update(requests)
+        plain = []
+        for place, noted in requests.items():
+            if place in self._blocking:
+                self._note(current, place, partial(self._blocking[place], *noted))
+            elif noted.name == "step" and type(noted.content) is not InThread:
+                if not watch.add(place, supervisors[place].channel):
+                    self._look_now.add(place)
+                plain.append(place)
+            else:
                 self._send_one(current, place)
-        for place in self._blocking.keys() & requests:
-            self._note(current, place, partial(self._blocking[place], *requests[place]))
+                self._look_now.add(place)
+        asked, contents = [supervisors[place] for place in plain], [requests[place].content for place in plain]
+        done, count = 0, len(plain)
+        while done < count:
+            done += hot_path.ask(asked, range(done, count), contents, STEPPING_ASYNC, self._me)
+            if done < count:
+                self._send_one(current, plain[done])
+                self._look_now.add(plain[done])
+                done += 1
         current.sending = ()
-        self._start(current)
+        self._look_at = min(self._look_at, monotonic() + _LOOK_EVERY)
+        if current.tasks:
+            self._start(current)
 
     def take(self, until: float) -> None:
         """Take what has come in the endless round; if nothing has, wait for something.
@@ -509,8 +590,89 @@ class FanOut:
             until: When to give up, by ``time.monotonic()``. It may return earlier, with nothing taken.
         """
         current = self.unfinished
-        assert current is not None
-        self._collect_once(current, self._heard(current, until))
+        assert isinstance(current, Endless)
+        try:
+            self._take_answered(current, self._come(current, until))
+        except BaseException:
+            self._look_at = 0.0  # a wake byte may have been read in vain
+            raise
+
+    def _come(self, current: Endless, until: float) -> tuple[list[int], list[int]]:
+        """Return the members that have answered, and those that something else has come of; wait if there are none."""
+        watch, now = self._watch, monotonic()
+        assert watch is not None
+        answered: list[int] = []
+        others = self._ended_tasks(current) if current.tasks else []
+        if now >= self._look_at or self._look_now:
+            others += self._overdue(current, now)
+        self._note_rung(current, watch.heard(0.0), answered, others)
+        if answered or others or until <= now:
+            return answered, others
+        asleep_at = now + LOOKING
+        for _ in range(TRAINER_LOOKS):
+            give_way()
+            rung = watch.heard(0.0)
+            if rung or monotonic() > asleep_at:
+                break
+        else:
+            rung = []
+        rung = rung or watch.heard(min(until, self._look_at, monotonic() + LONGEST_SLEEP) - monotonic())
+        self._note_rung(current, rung, answered, others)
+        return answered, others
+
+    def _note_rung(self, current: Endless, rung: Iterable[int], answered: list[int], others: list[int]) -> None:
+        """Read what has rung of these members, and sort them."""
+        watch = self._watch
+        assert watch is not None
+        for place in rung:
+            channel = watch.channel_of(place)
+            has_ended = channel.attend()
+            if has_ended:
+                watch.remove(place)
+            if current.lacks(place) and place not in current.tasks:
+                supervisor = self.supervisors[place]
+                if channel is supervisor.channel and channel.answered(supervisor.position.number + 1):
+                    answered.append(place)
+                elif has_ended:
+                    others.append(place)
+
+    def _overdue(self, current: Endless, now: float) -> list[int]:
+        """Return the members of which something can be taken; leave those that are overdue to threads."""
+        watch, heard, wake = self._watch, [], now + LONGEST_SLEEP
+        assert watch is not None
+        goes_over_all = now >= self._look_at
+        for place in list(current.requests if goes_over_all else self._look_now):
+            if not current.lacks(place) or place in current.tasks or place in self._blocking:
+                continue
+            supervisor = self.supervisors[place]
+            waited = supervisor.waiting() if _is_asked(current, supervisor) else None
+            if waited is None:
+                heard.append(place)
+                continue
+            watch.add(place, waited[0])
+            if waited[0].answered(waited[1]):
+                heard.append(place)
+            elif now < waited[2]:
+                wake = min(wake, waited[2])
+            else:
+                self._begin(current, place, supervisor.resume)
+        self._look_now.clear()
+        self._look_at = wake if goes_over_all else min(wake, self._look_at)
+        return heard
+
+    def _take_answered(self, current: Endless, come: tuple[list[int], list[int]]) -> None:
+        """Take the answers of some members, the plain ones together."""
+        answered, others = come
+        if answered:
+            answers: list[Any] = [MISSING] * len(answered)
+            supervisors = [self.supervisors[place] for place in answered]
+            hot_path.take(supervisors, range(len(answered)), answers, STEPPING_ASYNC, self._leaves_ends)
+            for place, answer in zip(answered, answers, strict=True):
+                if answer is MISSING:
+                    others.append(place)
+                else:
+                    current.answers[place] = answer
+        self._collect_once(current, others)
 
     # --- how ----------------------------------------------------------------------------------------
 
@@ -518,7 +680,7 @@ class FanOut:
         """Wait for all answers of a round. Raises WaitTimeout."""
         while current.misses_some():
             is_here = self._heals_here and until == inf and not current.tasks
-            places = current.order if is_here else self._heard(current, until)
+            places: Collection[int] = current.order if is_here else self._heard(current, until)
             if not places and monotonic() >= until:
                 self._owner.clear()  # any thread may wait again
                 raise WaitTimeout(f"{current.name}(): an answer is not there yet; nothing is lost, wait again.")
@@ -529,8 +691,8 @@ class FanOut:
         """Return the members of which something can be taken; if there are none, wait for something.
 
         What it returns may be empty. Workers that are overdue, or silent, are left to threads, side by side. All that
-        are awaited are watched: one that is lost meanwhile is returned. In an endless round any answer ends the wait;
-        else that of the worker which was asked last, so that the trainer is not woken for each.
+        are awaited are watched: one that is lost meanwhile is returned. The answer of the worker which was asked last
+        ends the wait, so that the trainer is not woken for each.
 
         Channels are not held beyond this: a failure that the caller keeps would keep their memory mapped by its frames.
         """
@@ -538,7 +700,7 @@ class FanOut:
         awaited: dict[int, tuple[Channel, int]] = {}
         now, wake = monotonic(), until
         for place in reversed(current.order):
-            if current.answers[place] is not MISSING or place in current.tasks:
+            if not current.lacks(place) or place in current.tasks:
                 continue
             supervisor = self.supervisors[place]
             waited = supervisor.waiting() if _is_asked(current, supervisor) else None
@@ -549,14 +711,10 @@ class FanOut:
             else:
                 self._begin(current, place, supervisor.resume)
         if heard or until <= now:
-            if not current.name and now >= self._look_at:  # while others are ready nothing tells of a death
-                self._look_at = now + _LOOK_EVERY
-                heard += [place for place, (channel, _) in awaited.items() if channel.attend()]
             return heard
-        places, lines, bell = list(awaited), list(awaited.values()), None if current.name else self._bell
-        if bell is not None or lines:
-            waiting, watched = (lines, []) if bell is not None else (lines[:1], lines[1:])
-            heard = [places[index] for index in wait_any(waiting, wake, bell, watched)]
+        places, lines = list(awaited), list(awaited.values())
+        if lines:
+            heard = [places[index] for index in wait_any(lines[:1], wake, watched=lines[1:])]
             for place in heard:
                 self.supervisors[place].note_time()
             return heard
@@ -565,7 +723,7 @@ class FanOut:
                 break
         return []
 
-    def _collect_once(self, current: Round, places: Collection[int], *, heals: bool = False) -> None:
+    def _collect_once(self, current: Round | Endless, places: Collection[int], *, heals: bool = False) -> None:
         """Take the answers of these supervisors, of which something can be taken.
 
         Args:
@@ -573,18 +731,18 @@ class FanOut:
             places: Of the supervisors.
             heals: Bring back a lost process here; else a thread does.
         """
-        answers, supervisors = current.answers, self.supervisors
         for place in places:
-            if answers[place] is not MISSING or place in current.tasks:
+            if not current.lacks(place) or place in current.tasks:
                 continue
-            supervisor = supervisors[place]
+            supervisor = self.supervisors[place]
             try:
                 # If nothing is pending, a thread has collected it, or a call that was broken off then.
                 is_asked = _is_asked(current, supervisor)
                 answer = supervisor.collect(None, heals) if is_asked else supervisor.resume()
-                if self._followup is not None and _name(current, place) == "step":
+                if self._followup is not None and current.request(place)[0] == "step":
                     answer = self._follow(current, place, answer)
-                answers[place] = answer
+                if answer is not MISSING:
+                    current.answers[place] = answer
             except RecoveryDue:
                 self._begin(current, place, supervisor.resume)
             except SystemLimitError:  # no failure of the env, which stays asked: the next call tries again
@@ -592,12 +750,11 @@ class FanOut:
             except MultienvError as error:
                 self._fail(current, place, error)
 
-    def _follow(self, current: Round, place: int, answer: Any) -> Any:
+    def _follow(self, current: Round | Endless, place: int, answer: Any) -> Any:
         """Return what a step comes to, given an answer; MISSING if a request follows."""
         followup, supervisor, ended = self._followup, self.supervisors[place], current.ended.get(place)
         assert followup is not None
-        request = current.requests[place] if current.name else current.requests[place].content
-        following = followup.next(supervisor, ended, answer, request)
+        following = followup.next(supervisor, ended, answer, current.request(place)[1])
         if following is None:
             return followup.joined(place, ended, answer)
         current.ended[place], name, request = following
@@ -605,12 +762,12 @@ class FanOut:
             self._begin(current, place, partial(ask_patiently, supervisor, name, request, current.waits))
         else:
             _send(supervisor, name, request, current.waits)
+            self._look_now.add(place)  # of an endless round
         return MISSING
 
-    def _send_one(self, current: Round, place: int) -> None:
+    def _send_one(self, current: Round | Endless, place: int) -> None:
         """Send a supervisor's request, or the reset that takes its place."""
-        supervisor, request = self.supervisors[place], current.requests[place]
-        name, request = (current.name, request) if current.name else request
+        supervisor, (name, request) = self.supervisors[place], current.request(place)
         if supervisor.asked_by is not self._me and not self._takes_over(current, place):
             return
         if isinstance(request, InThread):
@@ -631,7 +788,7 @@ class FanOut:
         except MultienvError as error:
             self._fail(current, place, error)
 
-    def _takes_over(self, current: Round, place: int) -> bool:
+    def _takes_over(self, current: Round | Endless, place: int) -> bool:
         """Take over a supervisor that another fan-out has asked before: that of an env alone, or of a MultiEnv of it.
 
         If that one was broken off, the answer which the caller has not got must not be passed over: the member fails.
@@ -640,10 +797,10 @@ class FanOut:
         supervisor = self.supervisors[place]
         other: FanOut | None = None if supervisor.asked_by is None else supervisor.asked_by()
         unfinished = None if other is None else other._round  # as it is: another thread may just be sending it
-        if other is not None and unfinished is not None and unfinished.order:
+        if other is not None and unfinished is not None:
             theirs = other.supervisors.index(supervisor)
-            if unfinished.requests[theirs] is not other.nothing:
-                name = _name(current, place)
+            if unfinished.asks(theirs, other.nothing):
+                name = current.request(place)[0]
                 if name != "reset" or not unfinished.waits or len(other.supervisors) > 1:
                     self._fail(current, place, _unfinished_elsewhere(name, unfinished, theirs))
                     return False
@@ -651,22 +808,24 @@ class FanOut:
         supervisor.asked_by = self._me
         return True
 
-    def _begin(self, current: Round, place: int, call: Callable[[], Any]) -> None:
+    def _begin(self, current: Round | Endless, place: int, call: Callable[[], Any]) -> None:
         """Begin a call for a member in a thread of the executor."""
         self._note(current, place, call)
+        if self._watch is not None:
+            self._watch.remove(place)  # the thread reads its wake bytes
         current.tasks[place].start(self.pool)
 
-    def _note(self, current: Round, place: int, call: Callable[[], Any]) -> None:
+    def _note(self, current: Round | Endless, place: int, call: Callable[[], Any]) -> None:
         """Note a call that a thread is to make for a member."""
-        bell = None if current.name else self._bell
+        bell = self._bell if isinstance(current, Endless) else None
         current.tasks[place] = Task(call, None if bell is None else bell.ring)
 
-    def _start(self, current: Round) -> None:
+    def _start(self, current: Round | Endless) -> None:
         """Begin the calls that are noted, in threads; again does nothing."""
         for task in list(current.tasks.values()):
             task.start(self.pool)
 
-    def _ended_tasks(self, current: Round) -> list[int]:
+    def _ended_tasks(self, current: Round | Endless) -> list[int]:
         """Return the members whose thread has ended."""
         ended = []
         self._start(current)
@@ -676,12 +835,12 @@ class FanOut:
                 ended.append(place)
         return ended
 
-    def _end(self, current: Round, place: int, task: Task) -> None:
+    def _end(self, current: Round | Endless, place: int, task: Task) -> None:
         """Note how a thread has ended. What it raised is a failure; what a supervisor answered is taken from it later.
 
         An error that is no failure of the env, which stays asked, is raised: no descriptor is left, say.
         """
-        supervised, error = place not in self._blocking and bool(current.order), task.error
+        supervised, error = place not in self._blocking and current.is_supervised, task.error
         is_of_env = isinstance(error, MultienvError) and not isinstance(error, ClusterError | SystemLimitError)
         if error is not None and (is_of_env or not supervised):
             self._fail(current, place, error)
@@ -693,7 +852,7 @@ class FanOut:
             self._drop_refused(current)
             raise error
 
-    def _drop_refused(self, current: Round) -> None:
+    def _drop_refused(self, current: Round | Endless) -> None:
         """Drop the threads that have met the system's limits: their members stay asked, and are tried again.
 
         Else each later call would raise what one of them met before.
@@ -702,8 +861,8 @@ class FanOut:
             if task.wait(0) and isinstance(task.error, SystemLimitError):
                 del current.tasks[place]
 
-    def _fail(self, current: Round, place: int, error: BaseException) -> None:
-        if self._followup is not None and _name(current, place) == "step" and isinstance(error, MultienvError):
+    def _fail(self, current: Round | Endless, place: int, error: BaseException) -> None:
+        if self._followup is not None and current.request(place)[0] == "step" and isinstance(error, MultienvError):
             self._followup.failed(place, current.ended.get(place), error)
         # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
         current.failures[place] = error.with_traceback(None)
@@ -723,21 +882,16 @@ def ask_patiently(supervisor: Supervisor, name: str, request: Any, waits: bool =
     supervisor.resume()
 
 
-def _name(current: Round, place: int) -> str:
-    """Return what a member is asked."""
-    return current.name or current.requests[place].name
-
-
-def _is_asked(current: Round, supervisor: Any) -> bool:
+def _is_asked(current: Round | Endless, supervisor: Any) -> bool:
     """Tell whether what is pending of a supervisor is the request of this round, or a reset in its place."""
     request = supervisor.state.request
     return request is not None and request.waits is current.waits
 
 
-def _unfinished_elsewhere(name: str, unfinished: Round, place: int) -> CallPendingError:
+def _unfinished_elsewhere(name: str, unfinished: Round | Endless, place: int) -> CallPendingError:
     """Build the error for a call of an env that another fan-out has asked, and whose answer nobody has got."""
-    asked = _name(unfinished, place)
-    if not unfinished.name:
+    asked = unfinished.request(place)[0]
+    if isinstance(unfinished, Endless):
         text = f"its {asked}() is under way; recv() of the envs that it belongs to gives the result."
     elif unfinished.waits:
         text = f"{asked}() was interrupted elsewhere. Call it again there for its outcome, or reset() there."

@@ -12,6 +12,8 @@ nothing. What it had given is asked by the next call.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from itertools import islice
 from math import inf
 from time import monotonic
 from typing import Any, Protocol
@@ -19,12 +21,17 @@ from typing import Any, Protocol
 from multienv import interrupts
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
-from multienv.fanout import FanOut, Noted, Ready, Round
-from multienv.recovery.hot_path import MISSING
+from multienv.fanout import Endless, FanOut, Noted, Ready, Round
 
 
 class Sharing(Protocol):
     """Says which envs a member of the fan-out has, and what it is asked for them."""
+
+    is_shared: bool
+    """Some member has several envs."""
+
+    def member(self, env: int) -> int:
+        """Return the member that has an env."""
 
     def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:
         """Return the request to a member that is free; ``None`` if there is none, or an env lacks one."""
@@ -40,6 +47,12 @@ class Sharing(Protocol):
 
 class OneEach:
     """Has each member be one env."""
+
+    is_shared = False
+
+    def member(self, env: int) -> int:
+        """Return the env."""
+        return env
 
     def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:
         """Return what was given."""
@@ -59,33 +72,46 @@ class OneEach:
 class Stream:
     """Gives requests to envs, and has what came of them, the first first.
 
+    No call costs more because there are more envs: each touches those alone that it is about.
+
     Args:
         fan: Over the members. A call in two halves that is pending there goes on in here.
         sharing: Which envs share a member.
 
     Attributes:
-        given: Env → its request, which is asked, or waits for those of the envs that share its worker.
-        ready: Env → what came of its request, in the order in which it came. The owner replaces it by one without those
-            that it has handed over.
-        is_read: The owner is taking some of these now.
+        decided: Carries out a change that is decided, see :meth:`giving` and :meth:`handing_over`; ``None``: nothing.
+            To store it is to decide: the next call carries it out, if an interruption comes before this one has.
+        is_read: The owner is taking some of what is ready now.
     """
 
     def __init__(self, fan: FanOut, sharing: Sharing | None = None) -> None:
         self._fan, self._sharing = fan, sharing or OneEach()
-        self.ready: Mapping[int, Ready] = {}
+        self.decided: Callable[[], None] | None = None
         self.is_read = False
         current = fan.begin_endless()
-        self.given: Mapping[int, Noted] = {
-            env: noted
-            for member, noted in enumerate(current.requests)
-            if noted is not None
-            for env in self._sharing.envs(member, noted)
+        # Env → its request, which is asked, or waits for those of the envs that share its worker.
+        self._given = {
+            env: noted for member, noted in current.requests.items() for env in self._sharing.envs(member, noted)
         }
+        self._ready: dict[int, Ready] = {}  # env → what came of its request, in the order in which it came
+        self._due: set[int] = set()  # members that there may be something to ask
+
+    @property
+    def given(self) -> Mapping[int, Noted]:
+        """Return the requests that nothing has come of yet, by env."""
+        self._carry_out()
+        return self._given
+
+    @property
+    def ready(self) -> Mapping[int, Ready]:
+        """Return what has come and is not handed over, by env, the first first."""
+        self._carry_out()
+        return self._ready
 
     @property
     def is_idle(self) -> bool:
         """Tell whether the caller has all envs."""
-        return not self.given and not self.ready
+        return not self.given and not self._ready
 
     def give(self, name: str, requests: Mapping[int, Any]) -> None:
         """Give requests to envs that the caller has: all of them, or none if an interruption comes meanwhile.
@@ -94,7 +120,8 @@ class Stream:
             name: What the caller called: ``"step"``, ``"reset"``, …
             requests: Env → an action, which the caller must not change any more, or a message.
         """
-        self.given = {**self.given, **{env: Noted(name, one) for env, one in requests.items()}}
+        self._carry_out()
+        self.decided = partial(self._note_given, {env: Noted(name, one) for env, one in requests.items()})
         self._ask()
 
     def take(self, until: float = -inf) -> None:
@@ -104,31 +131,47 @@ class Stream:
             self._fan.take(until)
             self._note()
 
-    def first(self, count: int | None, timeout: float | None) -> list[int]:
+    def first(self, count: int | None, at_most: int | None, timeout: float | None) -> list[int]:
         """Wait until so many envs are ready, and return those that were so first; the caller does not have them yet.
 
         Args:
             count: How many; ``None``: all whose result can come.
-            timeout: Seconds to wait; ``None``: for ever.
+            at_most: So many of those that are ready by then; ``None``: ``count``.
+            timeout: Seconds to wait; ``None``: for ever. Then fewer are returned, unless none is ready.
 
         Raises:
             UsageError: The results of so many cannot come.
-            WaitTimeout: They are not ready in time; nothing is lost.
+            WaitTimeout: None is ready in time; nothing is lost.
         """
         check_seconds("timeout", timeout, zero=True)
-        if count is not None and (integer(count) or 0) < 1:
-            raise UsageError(f"recv(): {count!r:.100} envs are asked for; give an integer of at least 1, or None.")
+        for name, value in (("k", count), ("at_most", at_most)):
+            if value is not None and (integer(value) or 0) < 1:
+                raise UsageError(f"recv(): {name} is {value!r:.100}; give an integer of at least 1, or None.")
+        if count is not None and at_most is not None and at_most < count:
+            raise UsageError(f"recv(): at_most={at_most} is less than k={count}.")
         until = inf if timeout is None else monotonic() + timeout
-        self.take()
-        coming = len(self.ready) + len(self._asked())
+        self._ask()
+        wanted = self._coming(count)
+        most = wanted if at_most is None else at_most
+        if len(self._ready) < most:
+            self.take()
+        while len(self._ready) < wanted:
+            if monotonic() >= until:
+                if self._ready:
+                    break
+                raise WaitTimeout("recv(): no env is ready; nothing is lost, call it again.")
+            self.take(until)
+        return list(islice(self._ready, most))
+
+    def _coming(self, count: int | None) -> int:
+        """Return how many to wait for. Raises UsageError if the results of so many cannot come."""
+        if count is not None and count <= len(self._ready):
+            return count
+        coming = len(self._ready) + (len(self._asked()) if self._sharing.is_shared else len(self._given))
         wanted = coming if count is None else count
         if not 0 < wanted <= coming:
             raise UsageError(f"recv(): {self._what_comes(coming)}")
-        while len(self.ready) < wanted:
-            if monotonic() >= until:
-                raise WaitTimeout(f"recv(): {len(self.ready)} of {wanted} are ready; nothing is lost, call it again.")
-            self.take(until)
-        return list(self.ready)[:wanted]
+        return wanted
 
     def end(self, name: str) -> None:
         """Give all envs back to the caller, before ``name`` is called: a reset drops what is under way.
@@ -140,14 +183,15 @@ class Stream:
             self._ask()
             while self._asked():
                 self.take(inf)
-            self.given, self.ready = {}, {}
+            self._given, self._ready = {}, {}
         self.refuse_busy(name, sorted({*self.given, *self.ready}))
-        while any(asked is not None for asked in self._round().requests):  # a reset has left out all envs of a worker
+        while self._round().requests:  # a reset has left out all envs of a worker
             self.take(inf)
 
     def refuse_busy(self, name: str, envs: Iterable[int]) -> None:
         """Raise CallPendingError if some of these envs are under way."""
-        busy = [env for env in envs if env in self.given or env in self.ready]
+        given, ready = self.given, self.ready
+        busy = [env for env in envs if env in given or env in ready]
         if busy:
             raise CallPendingError(
                 f"{name}(): envs {busy} are under way; recv() gives their results first. Nothing was sent.", "send"
@@ -167,55 +211,91 @@ class Stream:
 
         Ctrl-C that came in the call is raised before that.
         """
+        self._carry_out()
+        decided = self.handing_over(envs)
         if interrupts.noted is not None:
             interrupts.raise_noted()
-        self.ready = {env: one for env, one in self.ready.items() if env not in envs}
+        self.decided = decided
+
+    def handing_over(self, envs: Collection[int]) -> Callable[[], None]:
+        """Return what gives these envs back to the caller once it is ``decided``."""
+        return partial(self._note_handed_over, envs)
+
+    # --- changes, each of which may be broken off and carried out once more -------------------------
+
+    def _carry_out(self) -> None:
+        """Carry out what is decided; again does nothing."""
+        if self.decided is not None:
+            self.decided()
+            self.decided = None
+
+    def _note_given(self, requests: Mapping[int, Noted]) -> None:
+        self._given.update(requests)
+        self._due.update(map(self._sharing.member, requests))
+
+    def _note_ready(self, members: Collection[int], ready: Mapping[int, Ready]) -> None:
+        self._ready.update(ready)
+        for env in ready:
+            self._given.pop(env, None)
+        self._round().forget(members)
+        self._due.update(members)
+
+    def _note_handed_over(self, envs: Collection[int]) -> None:
+        for env in envs:
+            self._ready.pop(env, None)
+
+    # --- members ------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
         """Ask the members that are free and for which there is something to ask. Again does nothing."""
-        current = self._round()
-        due = {
-            member: noted
-            for member, asked in enumerate(current.requests)
-            if asked is None and (noted := self._sharing.due(member, self.given)) is not None
+        self._carry_out()
+        if not self._due:
+            return
+        asked, due, given = self._round().requests, self._sharing.due, self._given
+        requests = {
+            member: noted for member in self._due if member not in asked and (noted := due(member, given)) is not None
         }
-        if due:
-            self._fan.send_some(due)
+        if requests:
+            self._fan.send_some(requests)
+        self._due.clear()
 
     def _note(self) -> bool:
         """Note what has come as ready, and return whether anything has."""
+        self._carry_out()
         current = self._round()
-        answers, asked = current.answers, enumerate(current.requests)
-        come = {member: noted for member, noted in asked if noted is not None and answers[member] is not MISSING}
-        requests, given, ready = list(current.requests), dict(self.given), dict(self.ready)
-        for member, noted in come.items():
-            for env, one in self._sharing.results(member, noted, answers[member], current.failures.get(member)):
-                ready[env] = one
-                given.pop(env, None)
-            requests[member] = None
-        self.given, self.ready, current.requests = given, ready, requests  # adjacent stores: no interruption in between
-        return bool(come)
+        if not current.answers:
+            return False
+        results, requests, failures = self._sharing.results, current.requests, current.failures
+        ready = {
+            env: one
+            for member, answer in current.answers.items()
+            for env, one in results(member, requests[member], answer, failures.get(member))
+        }
+        self.decided = partial(self._note_ready, list(current.answers), ready)
+        self._carry_out()
+        return True
 
-    def _round(self) -> Round:
+    def _round(self) -> Endless:
         current = self._fan.unfinished
-        if current is None:  # by another thread, or by a signal handler
+        if not isinstance(current, Endless):  # by another thread, or by a signal handler
             raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
         return current
 
     def _asked(self) -> list[int]:
         """Return the envs that are asked, or will be without any more being given."""
-        current = self._round()
+        requests, envs = self._round().requests, self._sharing.envs
         found: list[int] = []
-        for member, asked in enumerate(current.requests):
-            envs = () if asked is None else tuple(self._sharing.envs(member, asked))
-            if not envs:  # it is free, or soon will be: a reset has left out all of its envs
-                asked = self._sharing.due(member, self.given)
-                envs = () if asked is None else tuple(self._sharing.envs(member, asked))
-            found += envs
+        for member in {*requests, *map(self._sharing.member, self._given)}:
+            asked = requests.get(member)
+            of_member = () if asked is None else tuple(envs(member, asked))
+            if not of_member:  # it is free, or soon will be: a reset has left out all of its envs
+                asked = self._sharing.due(member, self._given)
+                of_member = () if asked is None else tuple(envs(member, asked))
+            found += of_member
         return found
 
     def _what_comes(self, coming: int) -> str:
-        waiting = sorted(self.given.keys() - set(self._asked()))
+        waiting = sorted(self._given.keys() - set(self._asked()))
         text = f"the results of {coming} envs can come. Ask for 1 to {coming} of them." if coming else ""
         text = text or "no env is under way. Call send() first, or reset_async()."
         if waiting:
@@ -253,19 +333,22 @@ class OwnPace:
         """
         if self.stream is None:
             current = self._fan.unfinished
-            if current is not None and current.name and not self.is_beginning():
+            if isinstance(current, Round) and not self.is_beginning():
                 self._fan.settle(name, note)
             self.stream = Stream(self._fan, self._sharing)
         return self.stream
 
     def settle(self, name: str, note: Callable[[Round], None] | None = None) -> None:
         """Give all envs back to the caller, and finish what an earlier call has left; arguments: see :meth:`begin`."""
-        current = self._fan.unfinished
-        if current is not None and not current.name:
+        self.settle_stream(name)
+        self._fan.settle(name, note)
+
+    def settle_stream(self, name: str) -> None:
+        """Give all envs back to the caller."""
+        if isinstance(self._fan.unfinished, Endless):
             (self.stream or Stream(self._fan, self._sharing)).end(name)
             self.stream = None
-            self._fan.finish()
-        self._fan.settle(name, note)
+            self._fan.end_endless()
 
     def is_busy(self) -> bool:
         """Tell whether envs are under way."""

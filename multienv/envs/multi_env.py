@@ -151,8 +151,7 @@ class MultiEnv:
         fan = self._fan
         if self._closed or fan.unfinished is not None:
             self._refuse_if_closed("step()")
-            if fan.unfinished is not None and not fan.unfinished.name:
-                self._pace.settle("step")
+            self._pace.settle_stream("step")
             if fan.unfinished is not None and fan.unfinished.name != "step":
                 fan.drop()
         if fan.unfinished is not None:
@@ -299,19 +298,22 @@ class MultiEnv:
         stream.refuse_busy("send", chosen)
         stream.give("step", dict(zip(chosen, own_copy(list(actions), "send()"), strict=True)))
 
-    def recv(self, k: int | None = None, timeout: float | None = None) -> tuple[Any, ...]:
+    def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the first ``k`` envs that are ready, among the envs that got an action or a reset.
 
         Args:
             k: Number of envs; ``None``: all that are under way.
-            timeout: Seconds to wait; ``None`` waits for ever.
+            at_most: Return also those that are ready by then, up to so many in all; ``None``: exactly ``k``. What is
+                not returned, a later call returns.
+            timeout: Seconds to wait; ``None`` waits for ever. After that it returns the envs that are ready, even if
+                they are fewer than ``k``.
 
         Returns:
-            Six lists of length ``k``: observations, rewards, terminations, truncations, infos, and the indices of the
-            envs. An env that was reset has reward 0.0 and both flags False.
+            Six lists of the same length: observations, rewards, terminations, truncations, infos, and the indices of
+            the envs, in the order in which they were ready. An env that was reset has reward 0.0 and both flags False.
 
         Raises:
-            WaitTimeout: Fewer than ``k`` envs are ready after ``timeout`` seconds. Nothing is lost; call it again.
+            WaitTimeout: No env is ready after ``timeout`` seconds. Nothing is lost; call it again.
             EnvsFailedError: Some of these envs raised; ``results`` has the outcomes of the others among them.
             CallPendingError: A signal handler calls it inside of another ``recv()``.
             UsageError: Fewer than ``k`` envs are under way, or none.
@@ -321,12 +323,12 @@ class MultiEnv:
         stream.refuse_nested()
         stream.is_read = True
         try:
-            return self._received(stream, k, timeout)
+            return self._received(stream, k, at_most, timeout)
         finally:  # adjacent stores: no interruption comes between them and what hand_over() has stored
             stream.is_read = False
 
-    def _received(self, stream: Stream, k: int | None, timeout: float | None) -> tuple[Any, ...]:
-        chosen = stream.first(k, timeout)
+    def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> tuple[Any, ...]:
+        chosen = stream.first(k, at_most, timeout)
         self._refuse_if_closed("recv()")
         ready = {index: stream.ready[index] for index in chosen}
         outcomes = {

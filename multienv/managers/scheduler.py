@@ -234,7 +234,9 @@ class Scheduler:
         for index, one in ready.items():
             if index not in left:
                 records[index] = self._taken_up(index, records[index], one)
-        self.records, self._stream.ready = records, left  # adjacent stores: no signal handler comes in between
+        taken_up = self._stream.handing_over([index for index in ready if index not in left])
+        # Adjacent stores: no signal handler comes in between.
+        self.records, self._stream.decided = records, taken_up
         self._begin_episodes()
         self._refuse_if_closed()
 

@@ -452,20 +452,23 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 parts = [own_copy(part, "send()") for part in split(actions)]
             stream.give("step", {env: parts[place] for place, env in enumerate(envs)})
 
-    def recv(self, k: int | None = None, timeout: float | None = None) -> Some:
+    def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> Some:
         """Wait for the first ``k`` envs that are ready, among those that :meth:`send` or ``reset_async`` has sent to.
 
         Args:
             k: Number of envs; ``None``: all that are under way.
-            timeout: Seconds to wait; ``None`` waits for ever.
+            at_most: Return also those that are ready by then, up to so many in all; ``None``: exactly ``k``. What is
+                not returned, a later call returns.
+            timeout: Seconds to wait; ``None`` waits for ever. After that it returns the envs that are ready, even if
+                they are fewer than ``k``.
 
         Returns:
-            The same as :meth:`step`, but with ``k`` rows: observations, rewards, terminations, truncations and infos;
-            and the indices of the envs, an int array of length ``k``. An env that was reset has reward 0.0 and both
-            flags False.
+            The same as :meth:`step`, but with a row for each of these envs, in the order in which they were ready:
+            observations, rewards, terminations, truncations and infos; and the indices of the envs, an int array. An
+            env that was reset has reward 0.0 and both flags False.
 
         Raises:
-            WaitTimeout: Fewer than ``k`` envs are ready after ``timeout`` seconds. Nothing is lost; call it again.
+            WaitTimeout: No env is ready after ``timeout`` seconds. Nothing is lost; call it again.
             EnvsFailedError: Some of these envs failed; ``results`` has the results of the others among them.
             InfosNotMergedError: The infos cannot be merged; ``results`` has all that this call returns.
             CallPendingError: A signal handler calls it inside of another ``recv()``.
@@ -478,13 +481,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         stream.refuse_nested()
         stream.is_read = True
         try:
-            return self._received(stream, k, timeout)
+            return self._received(stream, k, at_most, timeout)
         finally:  # adjacent stores: no interruption comes between them and what hand_over() has stored
             stream.is_read = False
 
-    def _received(self, stream: Stream, k: int | None, timeout: float | None) -> Some:
-        envs = stream.first(k, timeout)
-        results = [stream.ready[env] for env in envs]
+    def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> Some:
+        envs = stream.first(k, at_most, timeout)
+        ready = stream.ready
+        results = [ready[env] for env in envs]
         error = self._error_of_some(envs, results)
         outcome: Any = error
         if error is None:

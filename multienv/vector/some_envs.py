@@ -31,7 +31,13 @@ class SharedWorkers:
 
     def __init__(self, slices: Sequence[slice], space: Any) -> None:
         self._envs = [range(rows.start, rows.stop) for rows in slices]
+        self._members = [member for member, envs in enumerate(self._envs) for _ in envs]
+        self.is_shared = len(self._members) > len(self._envs)
         self._space = space
+
+    def member(self, env: int) -> int:
+        """Return the worker that has an env."""
+        return self._members[env]
 
     def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:
         """Return the request to a worker that is free; ``None`` if there is none, or an env lacks its action."""
