@@ -75,7 +75,10 @@ class InStep:
     """Steps all envs."""
 
     def __init__(self, envs: Any) -> None:
-        self.envs, self.actions = envs, [1] * envs.num_envs if isinstance(envs, MultiEnv) else np.ones(envs.num_envs, int)
+        self.envs, self.actions = (
+            envs,
+            [1] * envs.num_envs if isinstance(envs, MultiEnv) else np.ones(envs.num_envs, int),
+        )
 
     def __enter__(self) -> InStep:
         return self
@@ -125,7 +128,9 @@ class TorchRL:
         import torch
         from torchrl.envs import AsyncEnvPool, GymWrapper
 
-        self.pool = AsyncEnvPool([partial(_wrapped, GymWrapper, fn) for fn in fns], backend="multiprocessing", **options)
+        self.pool = AsyncEnvPool(
+            [partial(_wrapped, GymWrapper, fn) for fn in fns], backend="multiprocessing", **options
+        )
         self.close = self.pool.close
         self.actions = torch.nn.functional.one_hot(torch.ones(len(fns), dtype=torch.int64), 2)
 
@@ -153,7 +158,9 @@ def _wrapped(wrapper: Any, fn: Callable[[], Any]) -> Any:
     return wrapper(fn())
 
 
-def measured(rows: dict[str, Any], transitions: int, repeats: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+def measured(
+    rows: dict[str, Any], transitions: int, repeats: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Return seconds a transition for each turn of each row; the rows take turns."""
     found: dict[str, list[float]] = {name: [] for name in rows}
     for turn in range(repeats + 1):

@@ -31,7 +31,7 @@ from multienv.config import check_seconds
 from multienv.cores import AskingOrder
 from multienv.errors import CallPendingError, ClusterError, MultienvError, SystemLimitError, WaitTimeout
 from multienv.native import native
-from multienv.processes.channel import LONGEST_SLEEP, LOOKING, TRAINER_LOOKS, Channel, give_way, wait_any
+from multienv.processes.channel import LONGEST_SLEEP, Channel, wait_any
 from multienv.processes.watch import Watch
 from multienv.recovery import hot_path
 from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_ASYNC
@@ -552,26 +552,33 @@ class FanOut:
         if watch is not None:
             watch.end()
 
-    def send_some(self, requests: Mapping[int, Noted]) -> None:
-        """Send requests in the endless round, to members that are not asked. Broken off, none of them was made."""
+    def send_some(self, requests: Mapping[int, Noted], contents: Sequence[Any] | None = None) -> None:
+        """Send requests in the endless round, to members that are not asked. Broken off, none of them was made.
+
+        Args:
+            requests: Member → its request.
+            contents: If all are steps, their actions once more, in the same order, in the form that is sent fastest.
+        """
         current, watch, supervisors = self.unfinished, self._watch, self.supervisors
         assert isinstance(current, Endless)
         assert watch is not None
         current.sending = tuple(requests)
         current.requests.update(requests)
-        plain = []
+        plain: list[int] = []
         for place, noted in requests.items():
             if place in self._blocking:
                 self._note(current, place, partial(self._blocking[place], *noted))
             elif noted.name == "step" and type(noted.content) is not InThread:
-                if not watch.add(place, supervisors[place].channel):
+                supervisor = supervisors[place]
+                if not watch.add(place, supervisor.channel, supervisor.position.number + 1):
                     self._look_now.add(place)
                 plain.append(place)
             else:
                 self._send_one(current, place)
                 self._look_now.add(place)
-        asked, contents = [supervisors[place] for place in plain], [requests[place].content for place in plain]
-        done, count = 0, len(plain)
+        asked, done, count = [supervisors[place] for place in plain], 0, len(plain)
+        if contents is None or count < len(requests):
+            contents = [requests[place].content for place in plain]
         while done < count:
             done += hot_path.ask(asked, range(done, count), contents, STEPPING_ASYNC, self._me)
             if done < count:
@@ -601,40 +608,12 @@ class FanOut:
         """Return the members that have answered, and those that something else has come of; wait if there are none."""
         watch, now = self._watch, monotonic()
         assert watch is not None
-        answered: list[int] = []
         others = self._ended_tasks(current) if current.tasks else []
-        if now >= self._look_at or self._look_now:
+        goes_over_all = now >= self._look_at
+        if goes_over_all or self._look_now:
             others += self._overdue(current, now)
-        self._note_rung(current, watch.heard(0.0), answered, others)
-        if answered or others or until <= now:
-            return answered, others
-        asleep_at = now + LOOKING
-        for _ in range(TRAINER_LOOKS):
-            give_way()
-            rung = watch.heard(0.0)
-            if rung or monotonic() > asleep_at:
-                break
-        else:
-            rung = []
-        rung = rung or watch.heard(min(until, self._look_at, monotonic() + LONGEST_SLEEP) - monotonic())
-        self._note_rung(current, rung, answered, others)
-        return answered, others
-
-    def _note_rung(self, current: Endless, rung: Iterable[int], answered: list[int], others: list[int]) -> None:
-        """Read what has rung of these members, and sort them."""
-        watch = self._watch
-        assert watch is not None
-        for place in rung:
-            channel = watch.channel_of(place)
-            has_ended = channel.attend()
-            if has_ended:
-                watch.remove(place)
-            if current.lacks(place) and place not in current.tasks:
-                supervisor = self.supervisors[place]
-                if channel is supervisor.channel and channel.answered(supervisor.position.number + 1):
-                    answered.append(place)
-                elif has_ended:
-                    others.append(place)
+        answered, ended = watch.heard(-inf if others else min(until, self._look_at), looks_for_ends=goes_over_all)
+        return answered, others + ended
 
     def _overdue(self, current: Endless, now: float) -> list[int]:
         """Return the members of which something can be taken; leave those that are overdue to threads."""
@@ -649,7 +628,7 @@ class FanOut:
             if waited is None:
                 heard.append(place)
                 continue
-            watch.add(place, waited[0])
+            watch.add(place, *waited[:2])
             if waited[0].answered(waited[1]):
                 heard.append(place)
             elif now < waited[2]:
@@ -663,6 +642,7 @@ class FanOut:
     def _take_answered(self, current: Endless, come: tuple[list[int], list[int]]) -> None:
         """Take the answers of some members, the plain ones together."""
         answered, others = come
+        answered = [place for place in answered if current.lacks(place) and place not in current.tasks]
         if answered:
             answers: list[Any] = [MISSING] * len(answered)
             supervisors = [self.supervisors[place] for place in answered]
@@ -672,7 +652,7 @@ class FanOut:
                     others.append(place)
                 else:
                     current.answers[place] = answer
-        self._collect_once(current, others)
+        self._collect_once(current, dict.fromkeys(others))
 
     # --- how ----------------------------------------------------------------------------------------
 
@@ -811,13 +791,13 @@ class FanOut:
     def _begin(self, current: Round | Endless, place: int, call: Callable[[], Any]) -> None:
         """Begin a call for a member in a thread of the executor."""
         self._note(current, place, call)
-        if self._watch is not None:
-            self._watch.remove(place)  # the thread reads its wake bytes
         current.tasks[place].start(self.pool)
 
     def _note(self, current: Round | Endless, place: int, call: Callable[[], Any]) -> None:
         """Note a call that a thread is to make for a member."""
         bell = self._bell if isinstance(current, Endless) else None
+        if self._watch is not None:
+            self._watch.remove(place)  # the thread hears it
         current.tasks[place] = Task(call, None if bell is None else bell.ring)
 
     def _start(self, current: Round | Endless) -> None:

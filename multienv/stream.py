@@ -11,7 +11,8 @@ nothing. What it had given is asked by the next call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import islice
 from math import inf
@@ -94,7 +95,7 @@ class Stream:
             env: noted for member, noted in current.requests.items() for env in self._sharing.envs(member, noted)
         }
         self._ready: dict[int, Ready] = {}  # env → what came of its request, in the order in which it came
-        self._due: set[int] = set()  # members that there may be something to ask
+        self._due: dict[int, None] = {}  # members that there may be something to ask
 
     @property
     def given(self) -> Mapping[int, Noted]:
@@ -113,16 +114,18 @@ class Stream:
         """Tell whether the caller has all envs."""
         return not self.given and not self._ready
 
-    def give(self, name: str, requests: Mapping[int, Any]) -> None:
+    def give(self, name: str, requests: Mapping[int, Any], parts: Sequence[Any] | None = None) -> None:
         """Give requests to envs that the caller has: all of them, or none if an interruption comes meanwhile.
 
         Args:
             name: What the caller called: ``"step"``, ``"reset"``, …
             requests: Env → an action, which the caller must not change any more, or a message.
+            parts: The actions once more, in the same order, in the form that is sent fastest.
         """
         self._carry_out()
+        is_all = not self._due
         self.decided = partial(self._note_given, {env: Noted(name, one) for env, one in requests.items()})
-        self._ask()
+        self._ask(parts if is_all and not self._sharing.is_shared else None)
 
     def take(self, until: float = -inf) -> None:
         """Note what has come as ready; if nothing has, wait for something, by ``time.monotonic()`` until then."""
@@ -231,14 +234,15 @@ class Stream:
 
     def _note_given(self, requests: Mapping[int, Noted]) -> None:
         self._given.update(requests)
-        self._due.update(map(self._sharing.member, requests))
+        self._due.update(dict.fromkeys(map(self._sharing.member, requests)))
 
-    def _note_ready(self, members: Collection[int], ready: Mapping[int, Ready]) -> None:
+    def _note_ready(self, members: AbstractSet[int], ready: Mapping[int, Ready]) -> None:
         self._ready.update(ready)
         for env in ready:
             self._given.pop(env, None)
         self._round().forget(members)
-        self._due.update(members)
+        if self._sharing.is_shared or not members <= ready.keys():
+            self._due.update(dict.fromkeys(members))
 
     def _note_handed_over(self, envs: Collection[int]) -> None:
         for env in envs:
@@ -246,7 +250,7 @@ class Stream:
 
     # --- members ------------------------------------------------------------------------------------
 
-    def _ask(self) -> None:
+    def _ask(self, parts: Sequence[Any] | None = None) -> None:
         """Ask the members that are free and for which there is something to ask. Again does nothing."""
         self._carry_out()
         if not self._due:
@@ -256,7 +260,7 @@ class Stream:
             member: noted for member in self._due if member not in asked and (noted := due(member, given)) is not None
         }
         if requests:
-            self._fan.send_some(requests)
+            self._fan.send_some(requests, parts if len(requests) == len(self._due) else None)
         self._due.clear()
 
     def _note(self) -> bool:
@@ -271,7 +275,7 @@ class Stream:
             for member, answer in current.answers.items()
             for env, one in results(member, requests[member], answer, failures.get(member))
         }
-        self.decided = partial(self._note_ready, list(current.answers), ready)
+        self.decided = partial(self._note_ready, set(current.answers), ready)
         self._carry_out()
         return True
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import select
+from time import monotonic
 from typing import Any
 
 from multienv.interrupts import interruptible
-from multienv.processes.channel import Channel
+from multienv.processes.channel import LOOKING, TRAINER_LOOKS, Channel, give_way
 from multienv.threads import Bell
-from multienv.wire.segment import TRAINER_SLEEPS
+from multienv.wire.segment import REPLY, TRAINER_SLEEPS
 
-_MOST = 256  # events that one look returns
+# So many workers are looked at one by one, which is the fastest way; others send a wake byte with each answer.
+_FEW = 64
+_MOST = 256  # events that one look at the descriptors returns
 
 
 class Watch:
-    """Watches the descriptors of workers, in one epoll; where there is none, in one poll.
+    """Watches workers that were asked: the words of a few, and the descriptors of all, in one epoll or poll.
 
-    A worker that is watched sends a wake byte with each answer: its word says that the trainer sleeps, before it is
-    asked. So nobody looks at the words of all workers, and no wake byte is lost.
+    A worker sends a wake byte with its answer if its word says that the trainer sleeps. Before the trainer sleeps it
+    says so to the few; to any other worker it does before it is asked, and for good.
 
     Args:
         bell: Ends a wait when it is rung.
@@ -26,29 +29,41 @@ class Watch:
 
     def __init__(self, bell: Bell) -> None:
         self._bell = bell
-        self._in_seconds = hasattr(select, "epoll")
-        self._poller: Any = select.epoll() if self._in_seconds else select.poll()
+        self._has_epoll = hasattr(select, "epoll")
+        self._poller: Any = select.epoll() if self._has_epoll else select.poll()
         self._poller.register(bell.descriptor, select.POLLIN)
         self._channels: dict[int, Channel] = {}
         self._descriptors: dict[int, tuple[int, ...]] = {}
         self._members: dict[int, int] = {}  # descriptor → member
+        self._few: dict[int, tuple[Any, int]] = {}  # member → words, and number of its request
+        self._many: dict[int, tuple[Any, int]] = {}  # the same for those that send wake bytes
 
-    def add(self, member: int, channel: Channel | None) -> bool:
-        """Watch the present process of a member, which is about to be asked.
+    def add(self, member: int, channel: Channel | None, number: int) -> bool:
+        """Watch a member that is asked now.
 
         Args:
             member: The member.
             channel: To its process; ``None``: it has none.
+            number: Of the request.
 
         Returns:
-            Whether it will be heard; else it has to be looked at.
+            Whether it will be heard; else somebody has to look after it.
         """
         if channel is None:
             return False
         if self._channels.get(member) is not channel:
             self._register(member, channel)
-        channel.segment.words[TRAINER_SLEEPS] = 1
-        return bool(self._descriptors[member])
+        if not self._descriptors[member]:
+            return False
+        words = channel.segment.words
+        if len(self._few) < _FEW:
+            self._few[member] = words, number
+            if self._many.pop(member, None):
+                words[TRAINER_SLEEPS] = 0
+        else:
+            self._many[member] = words, number
+            words[TRAINER_SLEEPS] = 1
+        return True
 
     def _register(self, member: int, channel: Channel) -> None:
         self.remove(member)
@@ -62,6 +77,8 @@ class Watch:
 
     def remove(self, member: int) -> None:
         """Watch a member no more, until it is asked again."""
+        self._few.pop(member, None)
+        self._many.pop(member, None)
         self._channels.pop(member, None)
         for descriptor in self._descriptors.get(member, ()):
             if self._members.get(descriptor) == member:  # else it was closed, and another one has this number now
@@ -72,30 +89,70 @@ class Watch:
         with contextlib.suppress(OSError, KeyError):  # it is closed, or was never registered
             self._poller.unregister(descriptor)
 
-    def channel_of(self, member: int) -> Channel:
-        """Return the process of a member that was heard."""
-        return self._channels[member]
+    def heard(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
+        """Return the members that have answered, and those whose process has ended; if there are none, wait for one.
 
-    def heard(self, seconds: float) -> list[int]:
-        """Wait up to ``seconds``; return the members that have something to say. They have until it is read."""
-        found: dict[int, None] = {}  # it may have two descriptors
-        strangers = []
+        Args:
+            until: When to give up, by ``time.monotonic()``. It may return earlier, with none.
+            looks_for_ends: Look for processes that have ended even if others have answered.
+        """
+        ended: list[int] = []
+        answered = self._look()
+        if looks_for_ends or not answered:
+            answered += self._read(0.0, ended)
+        if answered or ended or until <= (now := monotonic()):
+            return answered, ended
+        asleep_at = now + LOOKING
+        for _ in range(TRAINER_LOOKS):
+            give_way()
+            answered = self._look() or (self._read(0.0, ended) if self._many else [])
+            if answered or ended:
+                return answered, ended
+            if monotonic() > asleep_at:
+                break
+        for words, _ in self._few.values():
+            words[TRAINER_SLEEPS] = 1
+        self._many.update(self._few)
+        answered = self._look()
+        self._few.clear()
+        return answered or self._read(until - monotonic(), ended), ended
+
+    def _look(self) -> list[int]:
+        """Return those of the few that have answered."""
+        found = [member for member, (words, number) in self._few.items() if words[REPLY] == number]
+        for member in found:
+            del self._few[member]
+        return found
+
+    def _read(self, seconds: float, ended: list[int]) -> list[int]:
+        """Wait for events and read what they bring; return who of the many has answered, and note who has ended."""
+        answered, strangers = [], []
         for descriptor in self._poll(seconds):
             member = self._members.get(descriptor, -1)
-            if member in self._channels:
-                found[member] = None
-            else:
+            channel = self._channels.get(member)
+            if channel is None:
                 strangers.append(descriptor)
+                continue
+            words, number = self._many.get(member) or self._few.get(member) or (None, 0)
+            has_ended = channel.attend()
+            if words is not None and words[REPLY] == number:  # read after the end was seen
+                answered.append(member)
+                self._many.pop(member, None)
+                self._few.pop(member, None)
+            elif has_ended:
+                ended.append(member)
+            if has_ended:
+                self.remove(member)
         if strangers:
             self._bell.silence()
             for descriptor in strangers:
                 if descriptor != self._bell.descriptor:
                     self._unregister(descriptor)
-        return list(found)
+        return answered
 
     @interruptible
     def _poll(self, seconds: float) -> list[int]:
-        if self._in_seconds:
+        if self._has_epoll:
             found = self._poller.poll(max(0.0, seconds), _MOST)
         else:
             found = self._poller.poll(max(0.0, seconds) * 1000)

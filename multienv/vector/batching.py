@@ -21,7 +21,7 @@ from gymnasium.vector.utils import (
 from multienv.config import integer
 from multienv.errors import ActionError, UsageError, catchable_as
 from multienv.native import native
-from multienv.wire.actions import misfit, shown, step_head_of
+from multienv.wire.actions import misfit, own_copy, shown, step_head_of
 from multienv.wire.codecs import RowsReply
 from multienv.wire.messages import dumps
 from multienv.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_bytes, row_of
@@ -201,6 +201,35 @@ def action_splitter(
 
         return split_array
     return split_any
+
+
+def action_cutter(space: Space, count: int, name: str) -> Callable[[Any, Sequence[int]], Sequence[Any]]:
+    """Return the function that checks the actions of some envs, and cuts them into one part each.
+
+    The parts are copies: an env may be asked later, when the caller has written to the arrays. For errors see
+    :func:`action_splitter`.
+
+    Args:
+        space: Action space of one env.
+        count: How many envs there are at most.
+        name: Of the call, for messages.
+    """
+    cuts = tuple(slice(place, place + 1) for place in range(count))
+    shape = space.shape or ()
+    kinds = "" if type(space) not in _SOLID else "iub" if type(space) is spaces.Discrete else "iubfc"
+
+    def cut(actions: Any, envs: Sequence[int]) -> Sequence[Any]:
+        is_array = type(actions) is np.ndarray
+        if native is not None and is_array and actions.dtype.kind in kinds and actions.shape == (len(envs), *shape):
+            head = step_head_of(actions.dtype)
+            if head:
+                return native.Parts(actions.copy(), cuts, head)  # type: ignore[no-any-return]
+        split = action_splitter(space, cuts[: len(envs)], name, envs)
+        if is_array and not actions.dtype.hasobject:
+            return split(actions.copy())
+        return [own_copy(part, name) for part in split(actions)]
+
+    return cut
 
 
 def _check_each(space: Space, batched: Space, whole: Any, name: str, envs: Sequence[int] | None) -> None:

@@ -46,6 +46,7 @@ from multienv.stream import OwnPace, Stream
 from multienv.threads import close_at_once
 from multienv.vector.batching import (
     Rows,
+    action_cutter,
     action_splitter,
     check_observation_mode,
     check_sendable,
@@ -56,7 +57,6 @@ from multienv.vector.batching import (
 )
 from multienv.vector.same_step import ResetAtOnce
 from multienv.vector.some_envs import InfosOfSome, SharedWorkers, infos_of, rows_of
-from multienv.wire.actions import own_copy
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
 from multienv.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
@@ -188,6 +188,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self.render_mode = descriptions[0].render_mode
         self._rows = Rows(single, self.num_envs, copy=self.copy)
         self._split = action_splitter(action_space, self._slices)
+        self._cut = action_cutter(action_space, self.num_envs, "send()")
         self._pace = OwnPace(self._fanout, SharedWorkers(self._slices, action_space))
         self._infos_of_some = InfosOfSome(self.num_envs)
 
@@ -436,21 +437,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         stream = self._pace.begin("send", self._note)
         envs = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
         stream.refuse_busy("send", envs)
-        if not self._begun[envs].all():
+        if not self._all_begun and not self._begun[envs].all():
             missing = [env for env in envs if not self._begun[env]]
             raise ResetNeededError(
                 f"send(): there is no episode in envs {missing}. Call reset_async(options={{'reset_mask': mask}}) for "
                 "them first. Nothing was sent."
             )
         if envs:
-            each = [slice(place, place + 1) for place in range(len(envs))]
-            split = action_splitter(self.single_action_space, each, "send()", envs)
-            # Copies: the envs are asked later, when the caller may have written to the arrays.
-            if type(actions) is np.ndarray and not actions.dtype.hasobject:
-                parts = split(actions.copy())
-            else:
-                parts = [own_copy(part, "send()") for part in split(actions)]
-            stream.give("step", {env: parts[place] for place, env in enumerate(envs)})
+            parts = self._cut(actions, envs)
+            stream.give("step", {env: parts[place] for place, env in enumerate(envs)}, parts)
 
     def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> Some:
         """Wait for the first ``k`` envs that are ready, among those that :meth:`send` or ``reset_async`` has sent to.
@@ -498,10 +493,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 partial(self._merged if self._merges else infos_of, results),
                 partial(infos_of, results),
             )
-        begun = [self._has_episode(env, one) for env, one in zip(envs, results, strict=True)]
+        begun: list[bool] | None = None  # as it was
+        if error is not None or self._is_disabled or not self._all_begun:
+            begun = [self._has_episode(env, one) for env, one in zip(envs, results, strict=True)]
         self._fanout.call_hooks()
-        self._begun[envs] = begun
-        self._all_begun = bool(self._begun.all())
+        if begun is not None:
+            self._begun[envs] = begun
+            self._all_begun = bool(self._begun.all())
         failed = isinstance(outcome, MultienvError)
         stream.hand_over(envs)
         if failed:

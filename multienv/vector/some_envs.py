@@ -64,6 +64,8 @@ class SharedWorkers:
     ) -> Iterable[tuple[int, Ready]]:
         """Return what came of a request for each of its envs."""
         envs = self._envs[member]
+        if len(envs) == 1 and failure is None and noted.name == "step":
+            return ((envs.start, Ready("step", answer, answer.errors.get(0) if answer.errors else None)),)
         touched = self.envs(member, noted)
         if failure is not None:
             return [(env, Ready(noted.name, None, failure)) for env in touched]

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -252,25 +252,13 @@ class Simulation:
         bell: Bell | None = None,
         watched: Sequence[tuple[SimulatedChannel, int]] = (),
     ) -> list[int]:
-        """Stand in for ``multienv.processes.channel.wait_any``: let one process answer or die.
-
-        With a bell, in an endless round, it is another one each time; else the first that does not hang.
-        """
-        self.waits += bell is not None
-        everyone = [*waiting, *watched]
-        for turn in range(len(everyone)):
-            index = (self.waits + turn) % len(everyone)
-            channel, number = everyone[index]
+        """Stand in for ``multienv.processes.channel.wait_any``: let the first process that does not hang answer or die."""
+        for index, (channel, number) in enumerate([*waiting, *watched]):
             channel.execute(number)
             if channel.answered(number) or channel.attend():
                 return [index]
-        if bell is None or until < math.inf:  # they hang
-            assert until < math.inf, "a wait without an end for processes that hang"
-            self.now = max(self.now, until)
-            return []
-        if not select.select([bell.descriptor], [], [], 60.0)[0]:  # a thread heals another env, in true time
-            raise AssertionError("nothing is under way, and nobody rings")
-        bell.silence()
+        assert until < math.inf, "a wait without an end for processes that hang"
+        self.now = max(self.now, until)
         return []
 
     @contextlib.contextmanager
@@ -280,6 +268,7 @@ class Simulation:
         processes = launcher._monitor, launcher._ordered, time.sleep, cores._here
         # Threads take their turns: what one worker's recovery shows of an env is known to the next one.
         pools = fanout.Pool, building.Pool
+        watch, fanout.Watch = fanout.Watch, partial(SimulatedWatch, self)  # type: ignore[assignment, misc]
         fanout.Pool = building.Pool = OneByOne  # type: ignore[assignment, misc]
         stopwatch = time.perf_counter
         cores._here = partial(int, -1)  # workers are asked in their order, wherever this process runs
@@ -298,6 +287,7 @@ class Simulation:
             building.Launch, fanout.wait_any, clock, generator, legacy = kept  # type: ignore[misc]
             launcher._monitor, launcher._ordered, time.sleep, cores._here = processes
             fanout.Pool, building.Pool = pools  # type: ignore[misc]
+            fanout.Watch = watch  # type: ignore[misc]
             for module in (time, fanout, hot_path):
                 module.monotonic = clock  # type: ignore[attr-defined]
             for module in (time, env_group, host, worker_rollouts):
@@ -309,8 +299,74 @@ class Simulation:
 class OneByOne(Pool):
     """Makes the calls of all threads in the order in which they were begun."""
 
+    busy = 0  # calls that have not ended, of all pools
+
     def __init__(self, threads: int, name: str) -> None:
         super().__init__(1, name)
+
+    def submit(self, call: Any, *args: Any) -> Any:  # type: ignore[override]
+        OneByOne.busy += 1
+        return super().submit(self._made, call, *args)
+
+    @staticmethod
+    def _made(call: Any, *args: Any) -> None:
+        try:
+            call(*args)
+        finally:
+            OneByOne.busy -= 1
+
+
+class SimulatedWatch:
+    """Stands in for ``multienv.processes.watch.Watch``: while it waits, one process after the other answers or dies."""
+
+    def __init__(self, simulation: Simulation, bell: Bell) -> None:
+        self.simulation, self.bell = simulation, bell
+        self.asked: dict[int, tuple[SimulatedChannel, int]] = {}
+
+    def add(self, member: int, channel: SimulatedChannel | None, number: int) -> bool:
+        if channel is None:
+            return False
+        self.asked[member] = channel, number
+        return True
+
+    def remove(self, member: int) -> None:
+        self.asked.pop(member, None)
+
+    def heard(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
+        answered, ended = self._sorted(self.asked)
+        if answered or ended or until <= self.simulation.now:
+            return answered, ended
+        self.simulation.waits += 1
+        members = list(self.asked)
+        for turn in range(len(members)):
+            member = members[(self.simulation.waits + turn) % len(members)]
+            channel, number = self.asked[member]
+            channel.execute(number)
+            answered, ended = self._sorted([member])
+            if answered or ended:
+                return answered, ended
+        while OneByOne.busy:  # a thread heals another env, in true time
+            if select.select([self.bell.descriptor], [], [], 0.01)[0]:
+                self.bell.silence()
+                return [], []
+        self.simulation.now = max(self.simulation.now, until)  # they hang
+        return [], []
+
+    def _sorted(self, members: Iterable[int]) -> tuple[list[int], list[int]]:
+        answered, ended = [], []
+        for member in list(members):
+            channel, number = self.asked[member]
+            if channel.answered(number):
+                answered.append(member)
+            elif channel.attend():
+                ended.append(member)
+            else:
+                continue
+            del self.asked[member]
+        return answered, ended
+
+    def end(self) -> None:
+        pass
 
 
 class SimulatedLauncher:
