@@ -20,6 +20,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from typing_extensions import Self
 
 from multienv import MultiEnv, SubprocessVectorEnv, create_subprocess_envs
 
@@ -55,7 +56,7 @@ class Ours:
         self.envs, self.k, self.at_most = envs, k, at_most
         self.actions: Any = [1] * envs.num_envs if isinstance(envs, MultiEnv) else np.ones(envs.num_envs, np.int64)
 
-    def __enter__(self) -> Ours:
+    def __enter__(self) -> Self:
         self.envs.send(self.actions)
         return self
 
@@ -80,7 +81,7 @@ class InStep:
             [1] * envs.num_envs if isinstance(envs, MultiEnv) else np.ones(envs.num_envs, int),
         )
 
-    def __enter__(self) -> InStep:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -104,7 +105,7 @@ class Tianshou:
         self.envs.reset()
         self.ready, self.close = np.arange(len(fns)), self.envs.close
 
-    def __enter__(self) -> Tianshou:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -138,7 +139,7 @@ class TorchRL:
         found["action"] = self.actions[: len(found)]
         self.pool.async_step_and_maybe_reset_send(found)
 
-    def __enter__(self) -> TorchRL:
+    def __enter__(self) -> Self:
         self._send(self.pool.reset())
         return self
 

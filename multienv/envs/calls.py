@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn, SupportsIndex
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from multienv.config import checked_seed, integer
@@ -76,6 +77,10 @@ def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:
 
 def checked_indices(indices: Any, num_envs: int) -> list[int]:
     """Return indices of envs as a list; UsageError if one is no index, or there twice."""
+    if type(indices) is np.ndarray and indices.dtype == np.int64 and indices.ndim == 1:  # as recv() returns them
+        several: list[int] = indices.tolist()
+        if several and len(set(several)) == len(several) and min(several) >= 0 and max(several) < num_envs:
+            return several
     found = [integer(index) for index in indices] if hasattr(indices, "__iter__") else [None]
     if len(set(found)) != len(found) or not all(index is not None and 0 <= index < num_envs for index in found):
         raise UsageError(f"indices is {indices!r:.100}; give different integers from 0 to {num_envs - 1}.")

@@ -33,7 +33,8 @@ KILL = 4  # SIGTERM, then SIGKILL
 STACK = 5  # tell the stack, and go on
 
 # CPython ignores the flags given to socket.send_fds() and socket.recv_fds(): sendmsg() and recvmsg() are called here.
-NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+# For send(): an int, because to join two flags of an enum takes as long as to send a byte.
+AT_ONCE = int(getattr(socket, "MSG_NOSIGNAL", 0)) | int(socket.MSG_DONTWAIT)
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _MOST_DESCRIPTORS = 8
 # Seconds given to the peer to read on after the first part of a message: no more, or it would stop the monitor.
@@ -90,7 +91,7 @@ def send_with_descriptors(over: socket.socket, data: bytes, descriptors: Sequenc
     announcements are too short to be taken in parts.
     """
     handed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
-    sent = over.sendmsg([data], handed, NO_SIGNAL | socket.MSG_DONTWAIT)
+    sent = over.sendmsg([data], handed, AT_ONCE)
     if sent == len(data):  # from here on another thread may close the socket
         return
     poller = select.poll()
@@ -100,7 +101,7 @@ def send_with_descriptors(over: socket.socket, data: bytes, descriptors: Sequenc
             over.shutdown(socket.SHUT_RDWR)
             raise BrokenPipeError(errno.EPIPE, f"The peer has read {sent} of {len(data)} bytes and then no more")
         with contextlib.suppress(BlockingIOError):
-            sent += over.send(data[sent:], NO_SIGNAL | socket.MSG_DONTWAIT)
+            sent += over.send(data[sent:], AT_ONCE)
 
 
 def receive_with_descriptors(over: socket.socket, size: int) -> tuple[bytes, list[int]]:

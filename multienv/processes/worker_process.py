@@ -35,7 +35,7 @@ from multienv.processes.channel import (
     SystemErrors,
     give_way,
 )
-from multienv.processes.protocol import KILL, NO_SIGNAL, STACK, WAKE, Order, Told, send_with_descriptors
+from multienv.processes.protocol import AT_ONCE, KILL, STACK, WAKE, Order, Told, send_with_descriptors
 from multienv.threads import Lock, Task
 from multienv.wire.segment import (
     BUSY,
@@ -153,7 +153,7 @@ class ProcessChannel(Channel):
         words[REQUEST] = number
         if words[WORKER_SLEEPS] and self._rung != number:  # once is enough: it stays until the worker reads
             with SystemErrors():  # the process is gone, which wait() finds; or the wake socket is full of wake bytes
-                self._wake_socket.send(b"s", NO_SIGNAL | socket.MSG_DONTWAIT)
+                self._wake_socket.send(b"s", AT_ONCE)
             self._rung = number
 
     @interruptible
@@ -200,7 +200,7 @@ class ProcessChannel(Channel):
         if self._ended or self._is_released:
             return True
         try:
-            if self._wake_socket.recv(4096, socket.MSG_DONTWAIT):
+            if self._wake_socket.recv(4096, AT_ONCE):
                 return False  # a wake byte: the reply is there, as a rule; news are read when there is none
             self._ended = True
         except BlockingIOError:

@@ -507,6 +507,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return outcome  # type: ignore[no-any-return]
 
     def _merged(self, results: Sequence[Ready]) -> dict[str, Any]:
+        if not any(one.answer.extras for one in results):
+            return {}
         if self._infos_of_some.num_envs != len(results):
             self._infos_of_some = InfosOfSome(len(results))
         return self._infos_of_some.merged(results)

@@ -92,12 +92,14 @@ def _one_each(reply: RowsReply) -> list[RowsReply]:
 
 def rows_of(results: Sequence[Ready], rows: Rows) -> tuple[Any, Array, Array, Array]:
     """Return observations, rewards, terminations and truncations of some envs, in new arrays."""
-    replies = [one.answer for one in results]
-    steps = np.array([one.name == "step" for one in results], np.bool_)
-    rewards, terminated, truncated = (
-        np.concatenate([getattr(reply, name) for reply in replies]) * steps
-        for name in ("rewards", "terminated", "truncated")
-    )
+    replies, join = [one.answer for one in results], np.concatenate
+    rewards = join([reply.rewards for reply in replies])
+    terminated = join([reply.terminated for reply in replies])
+    truncated = join([reply.truncated for reply in replies])
+    steps = [one.name == "step" for one in results]
+    if not all(steps):
+        for values in (rewards, terminated, truncated):
+            values *= steps
     return rows.some(replies), rewards, terminated, truncated
 
 

@@ -66,7 +66,7 @@ _SMOOTHING = 0.1
 
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 MakeHost = Callable[..., Any]
-_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+_AT_ONCE = int(getattr(socket, "MSG_NOSIGNAL", 0)) | int(socket.MSG_DONTWAIT)
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_NAME = 15
 
@@ -230,7 +230,7 @@ def _heard(wake_socket: socket.socket) -> bytes | None:
 def _wake(wake_socket: socket.socket) -> None:
     """Wake the trainer."""
     with contextlib.suppress(OSError):  # full of bytes, which wake it as well; or it is gone, which is seen next
-        wake_socket.send(b"s", _NO_SIGNAL | socket.MSG_DONTWAIT)
+        wake_socket.send(b"s", _AT_ONCE)
 
 
 class Forks:
