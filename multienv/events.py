@@ -140,6 +140,11 @@ class Statistics:
         rss: Resident memory of the worker in bytes; ``None`` if it cannot be read.
         last_loss: The last loss, or ``None``.
         last_recovery: The outcome of the last loss, or ``None``.
+        recv_seconds: Seconds that ``recv()`` has waited for envs that go at their own pace. A run that spends most of
+            its time there is bound by its envs; one that hardly waits is bound by its policy.
+        ready_seconds: Seconds that an env's result lay ready, from when ``recv()`` found it until it returned it; the
+            mean of all envs that ``recv()`` chooses from.
+        idle_seconds: Seconds that an env waited for an action after ``recv()`` had returned its result; the mean, too.
     """
 
     state: str
@@ -161,6 +166,9 @@ class Statistics:
     rss: int | None
     last_loss: Loss | None
     last_recovery: Recovery | None
+    recv_seconds: float = 0.0
+    ready_seconds: float = 0.0
+    idle_seconds: float = 0.0
 
 
 # Of Statistics: added up over the workers by flat_statistics().

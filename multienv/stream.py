@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import inf
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 from multienv import interrupts
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
+from multienv.events import Statistics
 from multienv.fanout import Endless, FanOut, Noted, Ready, Round
 
 
@@ -30,6 +32,8 @@ class Sharing(Protocol):
 
     is_shared: bool
     """Some member has several envs."""
+    count: int
+    """Number of envs."""
 
     def member(self, env: int) -> int:
         """Return the member that has an env."""
@@ -47,9 +51,16 @@ class Sharing(Protocol):
 
 
 class OneEach:
-    """Has each member be one env."""
+    """Has each member be one env.
+
+    Args:
+        count: Number of envs.
+    """
 
     is_shared = False
+
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     def member(self, env: int) -> int:
         """Return the env."""
@@ -83,10 +94,13 @@ class Stream:
         decided: Carries out a change that is decided, see :meth:`giving` and :meth:`handing_over`; ``None``: nothing.
             To store it is to decide: the next call carries it out, if an interruption comes before this one has.
         is_read: The owner is taking some of what is ready now.
+        seconds: Waited; that envs were ready, of all together; and that the caller had them, of all together.
     """
 
-    def __init__(self, fan: FanOut, sharing: Sharing | None = None) -> None:
-        self._fan, self._sharing = fan, sharing or OneEach()
+    def __init__(self, fan: FanOut, sharing: Sharing) -> None:
+        self._fan, self._sharing = fan, sharing
+        self.seconds = [0.0, 0.0, 0.0]
+        self._counted = monotonic()  # so far
         self.decided: Callable[[], None] | None = None
         self.is_read = False
         current = fan.begin_endless()
@@ -123,6 +137,7 @@ class Stream:
             parts: The actions once more, in the same order, in the form that is sent fastest.
         """
         self._carry_out()
+        self.count_seconds()
         is_all = not self._due
         self.decided = partial(self._note_given, {env: Noted(name, one) for env, one in requests.items()})
         self._ask(parts if is_all and not self._sharing.is_shared else None)
@@ -163,7 +178,9 @@ class Stream:
                 if self._ready:
                     break
                 raise WaitTimeout("recv(): no env is ready; nothing is lost, call it again.")
+            began = monotonic()
             self.take(until)
+            self.seconds[0] += monotonic() - began
         return list(islice(self._ready, most))
 
     def _coming(self, count: int | None) -> int:
@@ -222,6 +239,7 @@ class Stream:
 
     def handing_over(self, envs: Collection[int]) -> Callable[[], None]:
         """Return what gives these envs back to the caller once it is ``decided``."""
+        self.count_seconds()
         return partial(self._note_handed_over, envs)
 
     # --- changes, each of which may be broken off and carried out once more -------------------------
@@ -231,6 +249,14 @@ class Stream:
         if self.decided is not None:
             self.decided()
             self.decided = None
+
+    def count_seconds(self) -> None:
+        """Count the seconds since the last time, before it is decided that an env changes from one place to another."""
+        self._carry_out()
+        now, ready = monotonic(), len(self._ready)
+        seconds, self._counted = now - self._counted, now
+        self.seconds[1] += seconds * ready
+        self.seconds[2] += seconds * (self._sharing.count - ready - len(self._given))
 
     def _note_given(self, requests: Mapping[int, Noted]) -> None:
         self._given.update(requests)
@@ -275,6 +301,7 @@ class Stream:
             for member, answer in current.answers.items()
             for env, one in results(member, requests[member], answer, failures.get(member))
         }
+        self.count_seconds()
         self.decided = partial(self._note_ready, set(current.answers), ready)
         self._carry_out()
         return True
@@ -322,8 +349,19 @@ class OwnPace:
     """
 
     def __init__(self, fan: FanOut, sharing: Sharing | None = None) -> None:
-        self._fan, self._sharing = fan, sharing
+        self._fan, self._sharing = fan, sharing or OneEach(len(fan.supervisors))
         self.stream: Stream | None = None
+        self._seconds = [0.0, 0.0, 0.0]  # of streams that have ended, see Stream.seconds
+
+    def add_seconds(self, statistics: Statistics) -> Statistics:
+        """Return statistics of a worker with what is counted here."""
+        waited, ready, idle = self._seconds if self.stream is None else self._with_those_of(self.stream)
+        count = self._sharing.count
+        return replace(statistics, recv_seconds=waited, ready_seconds=ready / count, idle_seconds=idle / count)
+
+    def _with_those_of(self, stream: Stream) -> list[float]:
+        stream.count_seconds()
+        return [one + other for one, other in zip(self._seconds, stream.seconds, strict=True)]
 
     def begin(self, name: str, note: Callable[[Round], None] | None = None) -> Stream:
         """Return the stream; it begins, if need be, with a reset in two halves that is pending.
@@ -350,8 +388,9 @@ class OwnPace:
     def settle_stream(self, name: str) -> None:
         """Give all envs back to the caller."""
         if isinstance(self._fan.unfinished, Endless):
-            (self.stream or Stream(self._fan, self._sharing)).end(name)
-            self.stream = None
+            stream = self.stream or Stream(self._fan, self._sharing)
+            stream.end(name)
+            self._seconds, self.stream = self._with_those_of(stream), None
             self._fan.end_endless()
 
     def is_busy(self) -> bool:

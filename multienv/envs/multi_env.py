@@ -399,7 +399,8 @@ class MultiEnv:
 
     def statistics(self) -> list[Statistics | None]:
         """Return the statistics of every env; ``None`` for an env that has none."""
-        return [env.statistics() if isinstance(env, SupervisedEnv) else None for env in self.envs]
+        add = self._pace.add_seconds
+        return [add(env.statistics()) if isinstance(env, SupervisedEnv) else None for env in self.envs]
 
     def _each(self, what: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Make these calls side by side, one for each env, and return what they return."""

@@ -385,6 +385,7 @@ class _Retries(OneEach):
     """Has a thread make the resets that are to be tried again if they fail."""
 
     def __init__(self, supervisors: Sequence[Supervisor], config: EnvManagerConfig, closing: Task) -> None:
+        super().__init__(len(supervisors))
         self._supervisors, self._config, self._closing = supervisors, config, closing
 
     def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:

@@ -983,7 +983,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def statistics(self) -> list[Statistics]:
         """Return counters and state of each worker. A step of the batch counts as one step of each worker."""
-        return [worker.statistics() for worker in self._workers]
+        return [self._pace.add_seconds(worker.statistics()) for worker in self._workers]
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """Ask the workers to end, and kill them after ``Deadlines.close`` seconds. A second call does nothing.

@@ -32,7 +32,8 @@ class SharedWorkers:
     def __init__(self, slices: Sequence[slice], space: Any) -> None:
         self._envs = [range(rows.start, rows.stop) for rows in slices]
         self._members = [member for member, envs in enumerate(self._envs) for _ in envs]
-        self.is_shared = len(self._members) > len(self._envs)
+        self.count = len(self._members)
+        self.is_shared = self.count > len(self._envs)
         self._space = space
 
     def member(self, env: int) -> int:

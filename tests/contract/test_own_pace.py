@@ -18,7 +18,7 @@ from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import iterate
 
-from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, first_difference, kill_worker
+from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, SpaceEnv, TokenSpace, first_difference, kill_worker
 from kit.gates import GO, WAIT, GateEnv
 from multienv import (
     Deadlines,
@@ -37,6 +37,7 @@ from multienv.errors import (
     UsageError,
     WaitTimeout,
 )
+from multienv.processes import watch
 from multienv.testing import Killer
 
 NUM_ENVS = 4
@@ -127,8 +128,13 @@ def test_each_env_returns_what_it_returns_in_step(face: Any, mode: str) -> None:
                 envs.step(batch(envs, [0] * NUM_ENVS))  # and in step again
 
 
+@pytest.mark.parametrize("few", [64, 2])
 @pytest.mark.parametrize("face", [one_each, shared, multi_env])
-def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(face: Any) -> None:
+def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(
+    face: Any, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a worker is looked at, or sends a wake byte."""
+    monkeypatch.setattr(watch, "_FEW", few)
     with face(ENV_FNS, restart=RestartPolicy(snapshot_every=5)) as envs:
         killer, calls = Killer(envs, seed=1), iter(range(10_000))
         found = at_own_pace(envs, 60, 1, between=lambda: next(calls) % 20 == 7 and killer.strike())
@@ -157,6 +163,59 @@ def test_a_slow_env_holds_up_no_other(face: Any, tmp_path: Path) -> None:
         observations, *_, indices = envs.recv()
         assert indices[2] == 0, "those that were ready first come first"
         assert list(observations[2])[::2] == [1, WAIT]
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_recv_returns_up_to_as_many_as_are_ready(face: Any, tmp_path: Path) -> None:
+    with face([partial(GateEnv, tmp_path)] * 5) as envs:
+        envs.reset_async(seed=3)
+        envs.recv()
+        envs.send(batch(envs, [WAIT, GO, GO, GO, GO]))
+        first = list(envs.recv(3, at_most=3)[-1])
+        time.sleep(0.2)
+        rest = list(envs.recv(1, at_most=9)[-1])
+        assert (sorted(first + rest), len(rest)) == ([1, 2, 3, 4], 1), "the gate holds the other"
+        envs.send(batch(envs, [GO] * 4), [4, 2, 1, 3])
+        time.sleep(0.2)
+        assert len(envs.recv(1, at_most=3)[-1]) == 3
+        assert len(envs.recv(1, at_most=3)[-1]) == 1, "what was left is the next call's"
+        with pytest.raises(WaitTimeout):
+            envs.recv(1, at_most=3, timeout=0.1)
+        (tmp_path / "gate").touch()
+        assert list(envs.recv(1, at_most=3)[-1]) == [0]
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_statistics_tell_whether_the_envs_or_the_policy_are_waited_for(face: Any) -> None:
+    with face([partial(SlowEnv, step_seconds=0.05), CounterEnv]) as envs:
+        envs.reset(seed=3)
+
+        def seconds() -> tuple[float, ...]:
+            first, second = envs.statistics()
+            assert first.recv_seconds == second.recv_seconds
+            return first.recv_seconds, first.ready_seconds, first.idle_seconds
+
+        assert seconds() == (0.0, 0.0, 0.0)
+        envs.send(batch(envs, [1, 1]), [0, 1])
+        for _ in range(10):  # the envs are waited for
+            envs.recv(2)
+            envs.send(batch(envs, [1, 1]), [0, 1])
+        waited, ready, idle = seconds()
+        assert waited > 0.4
+        assert idle < 0.2
+        for _ in range(10):  # the policy is
+            time.sleep(0.1)
+            (first,) = envs.recv(1)[-1]
+            time.sleep(0.05)
+            (second,) = envs.recv(1)[-1]
+            envs.send(batch(envs, [1, 1]), [first, second])
+        more = seconds()
+        assert more[0] - waited < 0.2
+        assert more[1] - ready > 0.2, "one of two lay ready for half a second"
+        assert more[2] - idle > 0.2, "the caller had one of two for half a second"
+        envs.recv()
+        envs.step(batch(envs, [1, 1]))
+        assert seconds() >= more
 
 
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
@@ -318,6 +377,9 @@ def test_wrong_calls_are_refused_and_lose_nothing(face: Any) -> None:
         for k, refused in ((5, "1 to 4"), (0, "at least 1"), (1.5, "at least 1"), (True, "at least 1")):
             with pytest.raises(UsageError, match=refused):
                 envs.recv(k)
+        for at_most, refused in ((0, "at_most is 0; give"), (1, "at_most=1 is less than k=2")):
+            with pytest.raises(UsageError, match=refused):
+                envs.recv(2, at_most=at_most)
         with pytest.raises(UsageError, match="timeout"):
             envs.recv(1, timeout=-1)
         had = sorted(envs.recv(2)[-1])

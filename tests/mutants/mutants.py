@@ -34,6 +34,7 @@ SIMULATED_STARTS = ("tests/simulation/test_single_faults.py", "tests/simulation/
 UNIT_JOURNAL = ("tests/unit/test_journal.py",)
 EVIDENCE = ("tests/invariants/test_3_all_bytes_are_evidence.py",)
 REPLAYED = ("tests/invariants/test_3_replayed_is_said.py",)
+OWN_PACE = ("tests/contract/test_own_pace.py",)
 RECYCLING = ("tests/contract/test_recycling.py",)
 SEVEN = "tests/invariants/test_7_nothing_left_behind.py"
 
@@ -531,18 +532,57 @@ MUTANTS = [
         "Of envs at their own pace the result is taken before it is handed over: Ctrl-C in between loses it.",
         8,
         "vector/hosted_vector_env.py",
-        "        results = [stream.ready[env] for env in envs]\n",
-        "        results = [stream.ready[env] for env in envs]\n        stream.hand_over(envs)\n",
+        "        results = [ready[env] for env in envs]\n",
+        "        results = [ready[env] for env in envs]\n        stream.hand_over(envs)\n",
         ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
-        "An env at its own pace is noted as under way only after it was asked.",
+        "A change that is decided at own pace is forgotten if an exception comes while it is carried out.",
         8,
         "stream.py",
-        "        self.given = {**self.given, **{env: Noted(name, one) for env, one in requests.items()}}\n        self._ask()\n",
-        "        before, self.given = self.given, {**self.given, **{env: Noted(name, one) for env, one in requests.items()}}\n"
-        "        given, self.given = self.given, before\n        self._fan.send_some(given)\n        self.given = given\n",
-        ("tests/simulation/test_interruptions.py", "tests/contract/test_own_pace.py"),
+        "            self.decided()\n            self.decided = None\n",
+        "            decided, self.decided = self.decided, None\n            decided()\n",
+        ("tests/simulation/test_interruptions.py",),
+    ),
+    Mutant(
+        "recv() returns all that is ready, whatever at_most says.",
+        4,
+        "stream.py",
+        "        return list(islice(self._ready, most))\n",
+        "        return list(self._ready)\n",
+        OWN_PACE,
+    ),
+    Mutant(
+        "recv() returns what is ready at once, whatever k says.",
+        4,
+        "stream.py",
+        "        while len(self._ready) < wanted:\n",
+        "        while not self._ready:\n",
+        OWN_PACE,
+    ),
+    Mutant(
+        "Of workers that are more than a few none is told to send wake bytes.",
+        5,
+        "processes/watch.py",
+        "            self._many[member] = words, number\n            words[TRAINER_SLEEPS] = 1\n",
+        "            self._many[member] = words, number\n            words[TRAINER_SLEEPS] = 0\n",
+        OWN_PACE,
+    ),
+    Mutant(
+        "An answer to a thread is taken by the trainer, too.",
+        4,
+        "fanout.py",
+        "            self._watch.remove(place)  # the thread hears it\n",
+        "            pass\n",
+        ("tests/simulation/test_single_faults.py",),
+    ),
+    Mutant(
+        "A member whose reset left out all its envs is not asked again.",
+        5,
+        "stream.py",
+        "        if self._sharing.is_shared or not members <= ready.keys():\n",
+        "        if False:\n",
+        OWN_PACE,
     ),
     # --- 5: bounded -------------------------------------------------------------------------------
     Mutant(
@@ -639,7 +679,7 @@ MUTANTS = [
         "A worker that sleeps is not woken by a request.",
         5,
         "processes/worker_process.py",
-        'self._wake_socket.send(b"s", NO_SIGNAL | socket.MSG_DONTWAIT)',
+        'self._wake_socket.send(b"s", AT_ONCE)',
         "pass",
     ),
     Mutant(
