@@ -166,8 +166,9 @@ def measured(
     found: dict[str, list[float]] = {name: [] for name in rows}
     for turn in range(repeats + 1):
         for name, row in rows.items():
+            time.sleep(0.2)  # the threads of some libraries have something left to do
             with row:
-                row(transitions // 4)
+                row(transitions // 2)
                 begin = clock()
                 done = row(transitions)
                 if turn:  # the first one warms up
