@@ -242,8 +242,9 @@ class Endless:
         for place in places:
             self.requests.pop(place, None)
             self.answers.pop(place, None)
-            self.failures.pop(place, None)
-            self.ended.pop(place, None)
+            if self.failures or self.ended:
+                self.failures.pop(place, None)
+                self.ended.pop(place, None)
 
 
 class FanOut:
@@ -288,6 +289,7 @@ class FanOut:
         self._watch: Watch | None = None  # in an endless round
         self._look_at = 0.0  # when to go over all members that are asked: for deadlines, say
         self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
+        self._slow: set[int] = set()  # members that were asked when all were gone over: their times are noted
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)
         self._records = [one.record for one in self.supervisors if one is not None]
@@ -616,6 +618,10 @@ class FanOut:
         if goes_over_all or self._look_now:
             others += self._overdue(current, watch, now)
         answered, ended = watch.heard(-inf if others else min(until, self._look_at), looks_for_ends=goes_over_all)
+        if watch.has_waited:  # else an answer may have lain there while the trainer was elsewhere
+            for place in self._slow.intersection(answered):
+                self.supervisors[place].note_time()
+        self._slow.difference_update(answered)
         return answered, others + ended
 
     def _overdue(self, current: Endless, watch: Watch, now: float) -> list[int]:
@@ -635,6 +641,7 @@ class FanOut:
                 heard.append(place)
             elif now < waited[2]:
                 wake = min(wake, waited[2])
+                self._slow.add(place)
             else:
                 self._begin(current, place, supervisor.resume)
         self._look_now.clear()

@@ -320,7 +320,7 @@ class SimulatedWatch:
     """Stands in for ``multienv.processes.watch.Watch``: while it waits, one process after the other answers or dies."""
 
     def __init__(self, simulation: Simulation, bell: Bell) -> None:
-        self.simulation, self.bell = simulation, bell
+        self.simulation, self.bell, self.has_waited = simulation, bell, True
         self.asked: dict[int, tuple[SimulatedChannel, int]] = {}
 
     def add(self, member: int, channel: SimulatedChannel | None, number: int) -> bool:
