@@ -91,6 +91,7 @@ from multienv.recovery.state_machine import (
     NotRecovered,
     Process,
     Recovered,
+    RecoveryDue,
     Replied,
     Request,
     Rules,
@@ -139,10 +140,6 @@ _PATH = 50
 # Those that take long: a caller that has other workers to wait for leaves them to a thread.
 _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
-
-
-class RecoveryDue(Exception):  # noqa: N818 - internal
-    """A process must be brought back or built first: call ``collect()`` in a thread, or wait there."""
 
 
 # All there are in this process.

@@ -142,7 +142,8 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
     result = run_process("replay", info["multienv"]["report"], "--pdb", stdin=commands)
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "('counted', 3, 3)" in result.stdout
-    assert "All 30 answers match the recorded ones." in result.stdout
+    # From the construction, or from a reset: those where a replay can begin are chosen by the time that envs take.
+    assert re.search(r"All \d+ answers match the recorded ones\.", result.stdout)
     assert "Now the fatal request: step(3), after 3 steps of its episode, last seed 4" in result.stdout
     assert "Segmentation fault" in result.stderr
     assert "in string_at" in result.stderr
