@@ -28,4 +28,5 @@ def report_line(summary: dict[str, Any]) -> str:
     """Return one line about a crash report, see ``summary_of``: its age, outcome, name and loss."""
     path = Path(summary["report"])
     age = f"{duration(max(0.0, time.time() - time_of(path)))} ago"
-    return visible(f"{age:>11}  {summary['outcome']:9}  {path.name}  {summary['what']}")
+    what = " ".join(summary["what"].split())
+    return visible(f"{age:>11}  {summary['outcome']:9}  {path.name}  {what}")
