@@ -199,8 +199,8 @@ class RestartPolicy(Named):
         recycle_after_episodes: Replace a process after this many episodes; needs one env per process. With 1, each
             episode has a new process.
         recycle_after: Replace a process after this many seconds.
-        max_rss: Replace a process when its resident memory exceeds this many bytes. Give more than the envs of the
-            process need when they are new.
+        max_rss: Replace a process when its resident memory exceeds this many bytes, at least 16 MiB. Give more than
+            the envs of the process need when they are new.
     """
 
     on_crash: OnLoss = "replay"
