@@ -14,6 +14,7 @@ from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Stat
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.policy import Effort
 from multienv.recovery.position import Position
+from multienv.recovery.repeats import Repeats
 from multienv.reports.crash import Case, CrashReports
 from multienv.reports.texts import env_error, lost_error, named, outcome_text, what_happened
 from multienv.wire.messages import Failure
@@ -49,6 +50,7 @@ class Record:
         self.news: dict[Record, None] = {}
         self._slots = len(position.seeds)
         self._hooks = hooks
+        self._repeats = Repeats()
         self._losses = self._exact = self._repeated = self._truncated = self._replayed = self._recycled = 0
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
 
@@ -159,7 +161,7 @@ class Record:
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
     def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> Recovery:
-        """Note the outcome of a loss, and log the one warning that tells of both."""
+        """Note the outcome of a loss; log a warning that tells of both, or count it with others of its kind."""
         recovery = Recovery(
             loss,
             outcome,
@@ -172,7 +174,10 @@ class Record:
         )
         self.reports.close(recovery)
         self._times.append(recovery.seconds)
-        logger.warning("%s", outcome_text(recovery))
+        cause = loss.env_index, loss.cause, loss.exit_code
+        line = self._repeats.line(cause, outcome, outcome_text(recovery), time.monotonic())
+        if line:
+            logger.warning("%s", line)
         news = self._news(recovery)
         # Nothing is called from here until the caller has committed the state, as in loss().
         self.last_recovery = recovery
@@ -186,9 +191,13 @@ class Record:
 
     def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
         """Note that an exception of an env ended its episode, as ``on_error="truncate"`` says."""
-        logger.warning("An exception of the env ended its episode (on_error='truncate'): %s", error, exc_info=error)
+        index = self.index_of(slot)
+        text = f"An exception of the env ended its episode (on_error='truncate'): {error}"
+        line = self._repeats.line((index, type(error).__name__), "truncated", text, time.monotonic())
+        if line:
+            logger.warning("%s", line, exc_info=error if line == text else None)
         loss = Loss(
-            env_index=self.index_of(slot),
+            env_index=index,
             cause="error",
             command="step",
             step=self.episode_steps(slot, "step"),
@@ -215,6 +224,10 @@ class Record:
             logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
         self.told += self._news(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
         self.news[self] = None
+
+    def untold(self) -> list[str]:
+        """Return what the log has not been told of losses, a line for each kind; once."""
+        return self._repeats.rest(time.monotonic())
 
     def call_at_last(self, call: Callable[[None], object]) -> None:
         """Have something be called with ``None`` when the caller's call is done."""

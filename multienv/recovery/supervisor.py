@@ -1335,6 +1335,9 @@ class Supervisor:
                     self.record.call_at_last(self._let_go)  # when that call is done
                     return
             self._end(limit)  # again does nothing, unless it was interrupted
+            untold = self.record.untold()
+            if untold:
+                beside(partial(_warn, untold), _SOON)
             self._release()
         finally:
             if not mine:  # whether acquire() has returned cannot be known: an interruption may come right after it
@@ -1414,6 +1417,11 @@ class Supervisor:
             journal_bytes=len(self.position.journal),
             snapshots=self.maintenance.snapshots(channel),
         )
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.warning("%s", line)
 
 
 def _name_of(state: State, *, started: bool) -> str:

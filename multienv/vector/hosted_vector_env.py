@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy as copying
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
@@ -1015,7 +1015,7 @@ class VectorSnapshot:
     """Holds a snapshot of each worker, as :meth:`HostedVectorEnv.snapshot` returns it."""
 
     workers: tuple[Any, ...]
-    begun: tuple[bool, ...]
+    begun: tuple[bool, ...] = field(repr=False)
 
 
 def _infos_at(replies: Sequence[RolloutReply], step: int) -> list[RowsReply]:
