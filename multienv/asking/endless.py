@@ -51,7 +51,7 @@ class Ready(NamedTuple):
 class Endless:
     """Asks each member again when it has answered: what is asked of those that go at their own pace, and what has come.
 
-    No call goes over all members, however many there are.
+    A call costs the same however many supervised members there are.
 
     The members have it, and it does not have them: envs that are not closed end with the last reference to them.
 
@@ -74,6 +74,7 @@ class Endless:
         self._bell, self._watch = bell, Watch(bell)
         self._look_at = 0.0  # when to go over all members that are asked: for deadlines, say
         self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
+        self._untold: set[int] = set()  # members whose hooks may have to be told something
         self._slow: set[int] = set()  # members that were asked when all were gone over: their times are noted
         self.requests: dict[int, Noted] = {}
         self.answers: dict[int, Any] = {}
@@ -163,16 +164,16 @@ class Endless:
                     self._look_now.add(place)
                 plain.append(place)
             else:
-                members.send(self, place)
                 self._look_now.add(place)
+                members.send(self, place)
         asked, done, count = [supervisors[place] for place in plain], 0, len(plain)
         if contents is None or count < len(requests):
             contents = [requests[place].content for place in plain]
         while done < count:
             done += hot_path.ask(asked, range(done, count), contents, STEPPING_ASYNC, members.me)
             if done < count:
-                members.send(self, plain[done])
                 self._look_now.add(plain[done])
+                members.send(self, plain[done])
                 done += 1
         self.sending = ()
         self._look_at = min(self._look_at, monotonic() + _LOOK_EVERY)
@@ -233,6 +234,9 @@ class Endless:
     def _take_answered(self, members: Members, answered: list[int], others: list[int]) -> None:
         """Take the answers of some members, the plain ones together."""
         answered = [place for place in answered if self.lacks(place) and place not in self.tasks]
+        if self.ended:  # that is the reset after it, and what it comes to is told of both together
+            others += [place for place in answered if place in self.ended]
+            answered = [place for place in answered if place not in self.ended]
         if answered:
             answers: list[Any] = [MISSING] * len(answered)
             supervisors = [members.supervisors[place] for place in answered]
@@ -242,4 +246,13 @@ class Endless:
                     others.append(place)
                 else:
                     self.answers[place] = answer
+        self._untold.update(others)
         members.collect(self, dict.fromkeys(others))
+
+    def call_hooks(self, members: Members) -> None:
+        """Call the hooks with what happened meanwhile to members that have answered."""
+        for place in list(self._untold):
+            supervisor = members.supervisors[place]
+            if supervisor is not None:
+                supervisor.record.call_hooks()
+            self._untold.discard(place)

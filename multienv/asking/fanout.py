@@ -33,9 +33,6 @@ from multienv.recovery.supervisor import Supervisor
 from multienv.sometimes import sometimes
 from multienv.threads import Task, idents_of_threads
 
-# An endless round looks after so many seconds which of the requests that were sent meanwhile are overdue.
-_LOOK_EVERY = 0.1
-
 
 def resumed(transition: Any) -> Any:
     """Return the outcome of a step of one env, whose info says that the step was interrupted."""
@@ -343,8 +340,7 @@ class FanOut:
         What the caller does between this and its ``return`` must not call anything: what another signal handler raises
         there would lose the outcome.
         """
-        records = self.members.records
-        if records and records[0].news:
+        if any(self.members.told):
             current, self.members.asked = self.members.asked, None  # for a hook that uses the envs all the same
             try:
                 self.call_hooks()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 from multienv.errors import CallPendingError, ClusterError, MultienvError, SystemLimitError
 from multienv.recovery.hot_path import MISSING
-from multienv.recovery.record import share_news
 from multienv.recovery.state_machine import RecoveryDue
 from multienv.sometimes import sometimes
 from multienv.threads import Bell, Pool, Task
@@ -134,6 +133,7 @@ class Members:
         asked: What they are asked, until the outcome has been handed to the caller.
         bell: Of all endless rounds, once there is one: what a handler raises in a finalizer is swallowed.
         records: Of the supervisors.
+        told: What their hooks are to be told.
         heals_here: There is one member alone: nobody has to wait while a call brings it back.
     """
 
@@ -160,7 +160,7 @@ class Members:
         self._executor: Pool | None = None
         self.bell: Bell | None = None
         self.records = [one.record for one in self.supervisors if one is not None]
-        share_news(self.records)
+        self.told = [record.told for record in self.records]
 
     @property
     def pool(self) -> Pool:
@@ -177,8 +177,8 @@ class Members:
 
     def call_hooks(self) -> None:
         """Call the hooks with what happened meanwhile."""
-        if self.records:
-            self.records[0].call_all_hooks()
+        for record in self.records:
+            record.call_hooks()
 
     def _is_sent(self, current: AnyRound, place: int) -> bool:
         """Tell whether nothing is left to do to send a member its request, though an exception came meanwhile.
@@ -187,7 +187,7 @@ class Members:
         is sent again by each wait. Most interruptions strike there: the worker wakes, and takes the core.
         """
         supervisor = self.supervisors[place]
-        if current.request(place)[1] is self.nothing or not current.lacks(place) or place in current.tasks:
+        if not current.lacks(place) or current.request(place)[1] is self.nothing or place in current.tasks:
             return True
         return supervisor is not None and supervisor.asked_by is self.me and supervisor.is_published()
 

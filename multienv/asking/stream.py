@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import inf
+from threading import get_ident
 from time import monotonic
 from typing import Any, Protocol
 
@@ -95,7 +96,7 @@ class Stream:
     Attributes:
         decided: Carries out a change that is decided, see :meth:`giving` and :meth:`handing_over`; ``None``: nothing.
             To store it is to decide: the next call carries it out, if an interruption comes before this one has.
-        is_read: The owner is taking some of what is ready now.
+        reader: The thread whose ``recv()`` is taking some of what is ready now; 0: none.
         seconds: Waited; that envs were ready, of all together; and that the caller had them, of all together.
     """
 
@@ -104,7 +105,7 @@ class Stream:
         self.seconds = [0.0, 0.0, 0.0]
         self._counted = monotonic()  # so far
         self.decided: Callable[[Stream], None] | None = None  # no bound method: it would be a circle
-        self.is_read = False
+        self.reader = 0
         current = self._begun()
         # Env → its request, which is asked, or waits for those of the envs that share its worker.
         self._given = {
@@ -138,6 +139,10 @@ class Stream:
             requests: Env → an action, which the caller must not change any more, or a message.
             parts: The actions once more, in the same order, in the form that is sent fastest.
         """
+        if self.reader not in (0, get_ident()):
+            raise CallPendingError(
+                f"{name}: another thread is in recv() of these envs. Make one call at a time. Nothing was sent.", "recv"
+            )
         self._carry_out()
         self.count_seconds()
         is_all = not self._due
@@ -179,6 +184,7 @@ class Stream:
             if monotonic() >= until:
                 if self._ready:
                     break
+                self.call_hooks()
                 raise WaitTimeout("recv(): no env is ready; nothing is lost, call it again.")
             began = monotonic()
             self.take(until)
@@ -221,7 +227,7 @@ class Stream:
 
     def refuse_nested(self) -> None:
         """Raise CallPendingError if a ``recv()`` is under way: it would wait for envs that this one takes from it."""
-        if self.is_read:
+        if self.reader:
             raise CallPendingError(
                 "recv(): it is called inside of another recv() of these envs, by a signal handler or another thread. "
                 "Leave the results to that one.",
@@ -251,6 +257,16 @@ class Stream:
         if self.decided is not None:
             self.decided(self)
             self.decided = None
+
+    def seconds_by_now(self) -> list[float]:
+        """Return ``seconds`` with those since they were counted; any thread may call it."""
+        waited, ready, idle = self.seconds
+        since, count = monotonic() - self._counted, len(self._ready)
+        return [waited, ready + since * count, idle + since * (self._sharing.count - count - len(self._given))]
+
+    def call_hooks(self) -> None:
+        """Call the hooks with what happened meanwhile to envs that are ready."""
+        self._round().call_hooks(self._fan.members)
 
     def count_seconds(self) -> None:
         """Count the seconds since the last time, before it is decided that an env changes from one place to another."""
@@ -371,8 +387,7 @@ class OwnPace:
         return replace(statistics, recv_seconds=waited, ready_seconds=ready / count, idle_seconds=idle / count)
 
     def _with_those_of(self, stream: Stream) -> list[float]:
-        stream.count_seconds()
-        return [one + other for one, other in zip(self._seconds, stream.seconds, strict=True)]
+        return [one + other for one, other in zip(self._seconds, stream.seconds_by_now(), strict=True)]
 
     def begin(self, name: str, note: Callable[[Round], None] | None = None) -> Stream:
         """Return the stream; it begins, if need be, with a reset in two halves that is pending.

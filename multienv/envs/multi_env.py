@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import gymnasium
@@ -322,11 +323,11 @@ class MultiEnv:
         self._refuse_if_closed("recv()")
         stream = self._pace.begin("recv")
         stream.refuse_nested()
-        stream.is_read = True
+        stream.reader = get_ident()
         try:
             return self._received(stream, k, at_most, timeout)
         finally:  # adjacent stores: no interruption comes between them and what hand_over() has stored
-            stream.is_read = False
+            stream.reader = 0
 
     def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> tuple[Any, ...]:
         chosen = stream.first(k, at_most, timeout)
@@ -337,7 +338,7 @@ class MultiEnv:
             for index, one in ready.items()
         }
         failures = {index: one.error for index, one in ready.items() if one.error is not None}
-        self._fan.call_hooks()
+        stream.call_hooks()
         if failures:
             results = [outcomes.get(index) for index in range(self.num_envs)]
             error = EnvsFailedError.collect("recv()", failures, results, *advice_after("step", self.autoreset_mode))

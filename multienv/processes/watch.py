@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 from multienv.interrupts import interruptible
-from multienv.processes.channel import LOOKING, TRAINER_LOOKS, Channel, give_way
+from multienv.processes.channel import FIRST_SLEEP, LOOKING, TRAINER_LOOKS, Channel, give_way
 from multienv.threads import Bell
 from multienv.wire.segment import REPLY, TRAINER_SLEEPS
 
@@ -31,7 +31,7 @@ class Watch:
     """
 
     def __init__(self, bell: Bell) -> None:
-        self._bell, self.has_waited = bell, False
+        self._bell, self.has_waited, self._sleeps = bell, False, False
         self._has_epoll = hasattr(select, "epoll")
         self._poller: Any = select.epoll() if self._has_epoll else select.poll()
         self._poller.register(bell.descriptor, select.POLLIN)
@@ -59,10 +59,10 @@ class Watch:
         if not self._descriptors[member]:
             return False
         words = channel.segment.words
-        if len(self._few) < _FEW:
+        if len(self._few) < _FEW and not self._sleeps:  # else a signal handler asks
+            self._many.pop(member, None)
             self._few[member] = words, number
-            if self._many.pop(member, None):
-                words[TRAINER_SLEEPS] = 0
+            words[TRAINER_SLEEPS] = 0
         else:
             self._many[member] = words, number
             words[TRAINER_SLEEPS] = 1
@@ -74,7 +74,7 @@ class Watch:
         found = self._descriptors[member] = tuple(one for one in channel.descriptors() if one >= 0)
         for descriptor in found:
             self._members[descriptor] = member
-            with contextlib.suppress(FileExistsError):  # the last call was broken off here
+            with contextlib.suppress(OSError):  # the last call was broken off here; or it is closed by now
                 self._poller.register(descriptor, select.POLLIN)
         self._channels[member] = channel
 
@@ -100,9 +100,9 @@ class Watch:
             looks_for_ends: Look for processes that have ended even if others have answered.
         """
         ended: list[int] = []
-        self.has_waited = False
+        self.has_waited = self._sleeps = False
         answered = self._look()
-        if looks_for_ends or not answered:
+        if looks_for_ends or self._many or not answered:
             answered += self._read(0.0, ended)
         if answered or ended or until <= (now := monotonic()):
             return answered, ended
@@ -114,12 +114,25 @@ class Watch:
                 return answered, ended
             if monotonic() > asleep_at:
                 break
-        for words, _ in self._few.values():
+        return self._sleep(until, ended), ended
+
+    def _sleep(self, until: float, ended: list[int]) -> list[int]:
+        """Have all workers send wake bytes, and wait; return who has answered, and note who has ended."""
+        self._sleeps, few = True, list(self._few.items())
+        self._many.update(few)
+        for _, (words, _number) in few:
             words[TRAINER_SLEEPS] = 1
-        self._many.update(self._few)
-        answered = self._look()
         self._few.clear()
-        return answered or self._read(until - monotonic(), ended), ended
+        for seconds in (0.0, FIRST_SLEEP):  # until then a worker may not have seen that the trainer sleeps
+            answered = self._read(min(seconds, until - monotonic()), ended)
+            if answered or ended:
+                return answered
+            answered = [member for member, (words, number) in few if words[REPLY] == number]
+            for member in answered:
+                self._many.pop(member, None)
+            if answered:
+                return answered
+        return self._read(until - monotonic(), ended)
 
     def _look(self) -> list[int]:
         """Return those of the few that have answered."""

@@ -37,7 +37,6 @@ class Record:
         asked: Seeds of the reset that was asked for last, answered or not.
         told: Hooks, each with an event that it has not been called with yet: they are called when the caller's call is
             done. Several fan-outs may look at it, so that it is never replaced.
-        news: The records of which ``told`` may have something, in this one and those that share it: see share_news().
     """
 
     def __init__(self, position: Position, index: int | None, hooks: tuple[Hook, ...], reports: Path | None) -> None:
@@ -47,7 +46,6 @@ class Record:
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
         self.told: deque[tuple[Callable[[Any], object], Any]] = deque()
-        self.news: dict[Record, None] = {}
         self._slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
@@ -150,7 +148,6 @@ class Record:
         self._losses += 1
         self.last_loss = loss
         self.told += news
-        self.news[self] = None
         return loss
 
     def recovering(self, doing: str, effort: Effort) -> None:
@@ -186,7 +183,6 @@ class Record:
         self._truncated += outcome == "truncated"
         self._replayed += effort.replayed
         self.told += news
-        self.news[self] = None
         return recovery
 
     def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
@@ -210,7 +206,6 @@ class Record:
         self.last_loss = loss
         self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
         self.told += [*self._news(loss), *self._news(self.last_recovery)]
-        self.news[self] = None
 
     def recycling(
         self, why: str, outcome: Literal["exact", "replayed", "reset", "put off"], reason: str, effort: Effort
@@ -223,16 +218,10 @@ class Record:
         else:
             logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
         self.told += self._news(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
-        self.news[self] = None
 
     def untold(self) -> list[str]:
         """Return what the log has not been told of losses, a line for each kind; once."""
         return self._repeats.rest(time.monotonic())
-
-    def call_at_last(self, call: Callable[[None], object]) -> None:
-        """Have something be called with ``None`` when the caller's call is done."""
-        self.told.append((call, None))
-        self.news[self] = None
 
     def _news(self, event: Event) -> list[tuple[Hook, Event]]:
         return [(hook, event) for hook in self._hooks]
@@ -240,14 +229,6 @@ class Record:
     def call_hooks(self) -> None:
         """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
         tell(self.told)
-
-    def call_all_hooks(self) -> None:
-        """Do the same for all records that share their news."""
-        for record in list(self.news):
-            record.call_hooks()
-            self.news.pop(record, None)
-            if record.told:  # another thread has just noted something
-                self.news[record] = None
 
     def statistics(
         self,
@@ -282,13 +263,6 @@ class Record:
             last_loss=self.last_loss,
             last_recovery=self.last_recovery,
         )
-
-
-def share_news(records: Sequence[Record]) -> None:
-    """Have these records note in one place which of them have events for hooks: nobody goes over all of them then."""
-    for record in records[1:]:
-        records[0].news.update(record.news)
-        record.news = records[0].news
 
 
 def memory_of(channel: Channel) -> int | None:

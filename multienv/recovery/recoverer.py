@@ -602,10 +602,14 @@ class Recoverer:
             limit + REPLAY_GRACE if isinstance(limit, int | float) else math.inf
             for limit in (self._deadlines.step, self._deadlines.reset, self._deadlines.call)
         )
+        if step == reset == call == math.inf:
+            return []
         limits = [max(step, reset, call * len(plan.lasting) if plan.lasting else 0.0)]
         for entry in split_entries(plan.entries, end):
-            resets = is_reset(entry.record[0], entry.request_payload)
-            limits.append(step if entry.is_step else reset if resets else call)
+            if entry.is_step:
+                limits.append(step)
+            else:
+                limits.append(reset if is_reset(entry.record[0], entry.request_payload) else call)
         return limits
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:

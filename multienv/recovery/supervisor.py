@@ -1332,7 +1332,7 @@ class Supervisor:
                     channel.kill()
                 # Held by a call that sees the end of its process at once, unless this is a signal handler above it.
                 if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
-                    self.record.call_at_last(self._let_go)  # when that call is done
+                    self.record.told.append((self._let_go, None))  # when that call is done
                     return
             self._end(limit)  # again does nothing, unless it was interrupted
             untold = self.record.untold()

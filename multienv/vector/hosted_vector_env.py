@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 
 import numpy as np
@@ -475,11 +476,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             self._refuse_closed("recv")
         stream = self._pace.begin("recv", self._note)
         stream.refuse_nested()
-        stream.is_read = True
+        stream.reader = get_ident()
         try:
             return self._received(stream, k, at_most, timeout)
         finally:  # adjacent stores: no interruption comes between them and what hand_over() has stored
-            stream.is_read = False
+            stream.reader = 0
 
     def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> Some:
         envs = stream.first(k, at_most, timeout)
@@ -497,7 +498,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         begun: list[bool] | None = None  # as it was
         if error is not None or self._is_disabled or not self._all_begun:
             begun = [self._has_episode(env, one) for env, one in zip(envs, results, strict=True)]
-        self._fanout.call_hooks()
+        stream.call_hooks()
         if begun is not None:
             self._begun[envs] = begun
             self._all_begun = bool(self._begun.all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -153,6 +154,16 @@ def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(
         found = at_own_pace(envs, 60, 1, between=lambda: next(calls) % 20 == 7 and killer.strike())
         assert first_difference(found, in_step("NextStep", 60)) is None
         assert sum(one.losses for one in envs.statistics()) >= 5
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_each_env_returns_what_it_returns_in_step_while_workers_are_replaced_by_plan(face: Any, mode: str) -> None:
+    """With SAME_STEP the reset is a request of its own, which the new process answers."""
+    env_fns = [partial(CounterEnv, horizon=3 + index, count_episodes=False) for index in range(NUM_ENVS)]
+    with face(env_fns, autoreset_mode=mode, restart=RestartPolicy(recycle_after_steps=5)) as envs:
+        assert first_difference(at_own_pace(envs, 60, 1), in_step(mode, 60, env_fns)) is None
+        assert sum(one.recycled for one in envs.statistics()) >= 5
 
 
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
@@ -496,6 +507,46 @@ def test_an_env_of_a_multi_env_that_is_under_way_is_not_stepped_by_itself(tmp_pa
         (tmp_path / "gate").touch()
         assert envs.recv()[-1] == [0]
         assert envs.envs[0].step(GO)[0][0] == 2
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_hooks_are_told_of_a_loss_although_recv_returns_nothing(face: Any, tmp_path: Path) -> None:
+    events: list[Any] = []
+    with face([partial(GateEnv, tmp_path)] * 2, restart=NO_SNAPSHOTS, hooks=[events.append]) as envs:
+        envs.reset(seed=3)
+        envs.send(batch(envs, [WAIT]), [1])
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.01)
+        kill_worker(envs, 1)
+        until = time.monotonic() + 20.0
+        while not events:
+            assert time.monotonic() < until
+            with pytest.raises(WaitTimeout):
+                envs.recv(1, timeout=0.1)
+            (tmp_path / "gate").touch()
+            if envs.statistics()[1].losses:
+                envs.recv(1)
+        assert [type(one).__name__ for one in events] == ["Loss", "Recovery"]
+
+
+def test_statistics_in_another_thread_change_nothing() -> None:
+    with one_each(ENV_FNS) as envs:
+        stop = threading.Event()
+
+        def read() -> None:
+            while not stop.is_set():
+                envs.statistics()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            assert first_difference(at_own_pace(envs, 300, 1), in_step("NextStep", 300)) is None
+        finally:
+            sys.setswitchinterval(interval)
+            stop.set()
+            reader.join()
 
 
 def test_envs_in_this_process_go_at_their_own_pace_in_threads(tmp_path: Path) -> None:
