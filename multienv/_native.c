@@ -922,9 +922,9 @@ wait_for(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, Taki
         return -1;
     }
     PyObject *until = taking->until == NULL ? Py_None : taking->until;
-    PyObject *told = PyObject_CallMethodObjArgs(supervisor, s_is_answered, number, until, NULL);
-    is_there = told == NULL ? -1 : PyObject_IsTrue(told);
-    Py_XDECREF(told);
+    PyObject *answer = PyObject_CallMethodObjArgs(supervisor, s_is_answered, number, until, NULL);
+    is_there = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
     return is_there;
 }
 
@@ -1183,8 +1183,8 @@ typedef struct {
 } Side;
 
 #define STEPPER(X)                                                                                                     \
-    X(reference) X(rest) X(note_error) X(finish) X(fail) X(write_payload) X(take_info) X(told) X(words) X(calls)       \
-    X(decode) X(packer) X(is_verbatim)
+    X(reference) X(rest) X(note_error) X(finish) X(fail) X(write_payload) X(take_info) X(generators) X(words)       \
+    X(calls) X(decode) X(packer) X(is_verbatim)
 
 typedef struct {
     PyObject_HEAD
@@ -1466,7 +1466,7 @@ answer(Stepper *self, Side *side, PyObject *number, int64_t request, Beside *bes
         return -1;
     }
     int is_more = beside->infos != NULL && (PyList_GET_SIZE(beside->infos) || PyDict_GET_SIZE(beside->failures));
-    if (is_more || PyDict_GET_SIZE(self->told) || flags & IRREGULAR) {
+    if (is_more || PyDict_GET_SIZE(self->generators) || flags & IRREGULAR) {
         if (begin_beside(self, beside) < 0 ||
             called(PyObject_CallFunctionObjArgs(self->finish, number, side->side, beside->infos, beside->failures,
                                                 NULL)) < 0) {
@@ -1623,7 +1623,7 @@ stepper_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     STEPPER(TAKE_MEMBER)
     if (self->words == NULL || !Py_IS_TYPE(self->words, &WordsType) || ((Words *)self->words)->count <= SLOT ||
         self->calls == NULL || !PyList_CheckExact(self->calls) ||
-        (self->told != NULL && !PyDict_CheckExact(self->told))) {
+        (self->generators != NULL && !PyDict_CheckExact(self->generators))) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_TypeError, "a stepper has words, and a list of calls");
     }

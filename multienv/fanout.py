@@ -35,7 +35,7 @@ from multienv.processes.channel import LONGEST_SLEEP, Channel, wait_any
 from multienv.processes.watch import Watch
 from multienv.recovery import hot_path
 from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_ASYNC
-from multienv.recovery.record import share_news
+from multienv.recovery.reporter import share_queue
 from multienv.recovery.supervisor import RecoveryDue, Supervisor
 from multienv.sometimes import sometimes
 from multienv.threads import Bell, Pool, Task, idents_of_threads
@@ -290,8 +290,8 @@ class FanOut:
         self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)
-        self._records = [one.record for one in self.supervisors if one is not None]
-        share_news(self._records)
+        self._reporters = [one.reporter for one in self.supervisors if one is not None]
+        share_queue(self._reporters)
         self._heals_here = len(members) == 1 and not self._blocking  # no other member has to wait meanwhile
         # After multienv.cores.spread(), which says on which core each worker runs.
         self._asking_order = AskingOrder(
@@ -497,7 +497,7 @@ class FanOut:
         What the caller does between this and its ``return`` must not call anything: what another signal handler raises
         there would lose the outcome.
         """
-        if self._records and self._records[0].news:
+        if self._reporters and self._reporters[0].queue:
             current, self._round = self._round, None  # for a hook that uses the envs all the same
             try:
                 self.call_hooks()
@@ -516,8 +516,8 @@ class FanOut:
 
     def call_hooks(self) -> None:
         """Call the hooks with what happened meanwhile."""
-        if self._records:
-            self._records[0].call_all_hooks()
+        if self._reporters:
+            self._reporters[0].call_all_hooks()
 
     # --- an endless round ---------------------------------------------------------------------------
 

@@ -221,15 +221,15 @@ class Patient:
         return SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, **options})
 
 
-def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
-    """Run all checks that make sense. Call ``told`` with the row of each check that has a finding."""
+def examine(patient: Patient, report: Callable[[Row], object]) -> list[Row]:
+    """Run all checks that make sense. Call ``report`` with the row of each check that has a finding."""
     rows: list[Row] = []
     for check in CHECKS:
         found = _tried(check, patient)
         if found is None:
             continue
         rows.append(found._replace(name=check.__name__.replace("_", " ")))
-        told(rows[-1])
+        report(rows[-1])
         if found.verdict == "broken":
             break
     return rows

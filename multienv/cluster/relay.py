@@ -21,7 +21,7 @@ from multienv.cluster import frames
 from multienv.cluster.frames import Frame
 from multienv.processes.channel import Channel, Gone, wait_any
 from multienv.processes.launcher import Launch
-from multienv.recovery.record import resident_bytes
+from multienv.recovery.reporter import resident_bytes
 from multienv.threads import Bell
 from multienv.wire.banks import HEAD, STEPPED, BankLayout
 from multienv.wire.segment import BUSY, PID, REPLY_PAYLOAD, RESIDENT, Segment

@@ -367,7 +367,7 @@ def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
     pool = Pool(max(1, most), "multienv-build")
     tasks = side_by_side(pool, [worker.initialize for worker in workers])
     for worker in workers:
-        worker.record.call_hooks()
+        worker.reporter.call_hooks()
     return {place: task.error for place, task in enumerate(tasks) if task.error is not None}
 
 

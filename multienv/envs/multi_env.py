@@ -415,8 +415,8 @@ class MultiEnv:
         """Raise what some envs raised."""
         try:
             self._refuse_if_closed(what)  # meanwhile, by a signal handler or another thread: no failure of the envs
-            told = advice_after(what, self.autoreset_mode)
-            raise EnvsFailedError.collect(what, current.failures, results, *told)
+            advice = advice_after(what, self.autoreset_mode)
+            raise EnvsFailedError.collect(what, current.failures, results, *advice)
         finally:
             self._fan.finish()
 

@@ -339,16 +339,16 @@ class Scheduler:
     def _stepped(self, index: int, record: Record, transition: Transition) -> Record:
         config = self._config
         observation, reward, terminated, truncated, info = transition
-        told = info if isinstance(info, dict) else {}  # the env may have returned anything
-        ours = told.get("multienv")
+        known = info if isinstance(info, dict) else {}  # the env may have returned anything
+        ours = known.get("multienv")
         if isinstance(ours, dict) and ours.get("recovery") == "truncated":
-            info = told = {**told, "abnormal": True}
+            info = known = {**known, "abnormal": True}
         timestep = Timestep(index, observation, reward, terminated, truncated, info)
         if not timestep.done:
             return record._replace(timestep=timestep, observation=self._kept(observation), info=info)
-        episodes = record.episodes + (not _is_abnormal(told))
+        episodes = record.episodes + (not _is_abnormal(known))
         if config.reset_inplace:
-            timestep = timestep._replace(info={**told, "final_obs": observation})
+            timestep = timestep._replace(info={**known, "final_obs": observation})
         record = record._replace(episodes=episodes, timestep=timestep)
         if episodes >= config.episode_num:
             return record._replace(state=EnvState.DONE)

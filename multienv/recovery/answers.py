@@ -26,7 +26,7 @@ from multienv.wire.segment import Segment
 # Slot and failure → the error to raise.
 ErrorOf = Callable[[int, Failure], Exception]
 # Slot and reason → what info["multienv"] says of a truncation.
-Told = Callable[[int, str], dict[str, Any]]
+TruncationInfo = Callable[[int, str], dict[str, Any]]
 Skipped = Sequence[tuple[int, str]]
 
 
@@ -72,7 +72,7 @@ class Answers:
         codec: Of the envs.
         position: What the caller has seen.
         error_of: Builds the error of a failure.
-        told: What ``info["multienv"]`` says of a truncation.
+        truncation_info: What ``info["multienv"]`` says of a truncation.
         on_spaces: Called with the spaces that a single env has set, pickled.
         same_step: The worker begins the next episode in the step that ended one.
         truncates: What an env of a batch raises in a step is made a truncation of.
@@ -89,14 +89,14 @@ class Answers:
         codec: Codec,
         position: Position,
         error_of: ErrorOf,
-        told: Told,
+        truncation_info: TruncationInfo,
         on_spaces: Callable[[bytes], object],
         *,
         same_step: bool,
         truncates: bool,
     ) -> None:
         self._codec, self._position = codec, position
-        self._error_of, self._told, self._on_spaces = error_of, told, on_spaces
+        self._error_of, self._truncation_info, self._on_spaces = error_of, truncation_info, on_spaces
         self._same_step, self._truncates = same_step, truncates
         self.started = 0
         self.generators: Mapping[int, bytes] = NONE
@@ -120,14 +120,14 @@ class Answers:
             return self._unwrapped(segment, read, extras)
         infos: dict[int, Any] = dict(extras.infos) if skipped else {}
         for slot, reason in skipped:
-            told = {"multienv": self._told(slot, reason)}
+            final_info = {"multienv": self._truncation_info(slot, reason)}
             if self._same_step:
                 last = self._last_observation(segment, slot)
-                infos[slot] = {**infos.get(slot, {}), "final_obs": last, "final_info": told, **told}
+                infos[slot] = {**infos.get(slot, {}), "final_obs": last, "final_info": final_info, **final_info}
             if not self._same_step or bank.skipped[slot] == NOT_RESET:
                 self._show_again(segment, slot, reply)
             if not self._same_step:
-                infos[slot] = told
+                infos[slot] = final_info
             reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True
         self._finish(segment, read, reply, extras, infos)
         return reply
@@ -151,7 +151,7 @@ class Answers:
 
     def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply | Transition:
         """Return the honest end of all episodes without a process: what was seen last once more."""
-        infos = [(slot, {"multienv": self._told(slot, reason)}) for slot, reason in skipped]
+        infos = [(slot, {"multienv": self._truncation_info(slot, reason)}) for slot, reason in skipped]
         if self._codec.exact:
             last = None
             if segment is not None:
@@ -208,8 +208,8 @@ class Answers:
 
     def _unwrapped(self, segment: Segment, read: Read, extras: Extras) -> Transition:
         """Return the transition of a single env. Raises what unpickling it raises."""
-        _, (told,) = read.loose
-        return (*self._codec.transition(segment, read.number, told), _first_info(extras))
+        _, (row,) = read.loose
+        return (*self._codec.transition(segment, read.number, row), _first_info(extras))
 
     def _finish(self, segment: Segment, read: Read, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
         """Write the failures into the rows of their slots.
@@ -223,11 +223,12 @@ class Answers:
             if self._truncates and reply.truncated[slot]:
                 read.truncated_errors[slot] = reply.errors.pop(slot)
                 what = extras.failures[slot]
-                told = {"multienv": self._told(slot, f"The env raised {what.type_name}: {what.text}")}
-                infos[slot] = {**infos.get(slot, {}), **told}
+                reason = f"The env raised {what.type_name}: {what.text}"
+                final_info = {"multienv": self._truncation_info(slot, reason)}
+                infos[slot] = {**infos.get(slot, {}), **final_info}
                 reply.rewards[slot] = 0.0
                 if self._same_step:
-                    infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": told}
+                    infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": final_info}
                     continue
             self._show_again(segment, slot, reply)
         extras.observations = self._loose_observations(read.loose[1], reply.errors)
@@ -243,23 +244,23 @@ class Answers:
                 leaf[slot] = old[slot]
 
     def _last_observation(self, segment: Segment, slot: int) -> Any:
-        seen, told = self._position.seen, self._position.loose_now[slot]
+        seen, row = self._position.seen, self._position.loose_now[slot]
         if self._codec.exact:
-            return self._codec.observation(segment, seen, told) if seen else None
+            return self._codec.observation(segment, seen, row) if seen else None
         if self._codec.has_rows:
             return self._codec.row(segment, seen, slot) if seen else None
-        return None if told is None else pickle.loads(told)
+        return None if row is None else pickle.loads(row)
 
     def _loose_observations(self, loose: list[bytes | None], errors: dict[int, Exception]) -> Any:
         """Return the observations that have no rows; those that cannot be unpickled here become ``errors``."""
         if self._codec.has_rows:
             return None
         observations: list[Any] = []
-        for slot, told in enumerate(loose):
+        for slot, row in enumerate(loose):
             observations.append(None)
-            if told is not None:
+            if row is not None:
                 try:
-                    observations[-1] = foreign(partial(pickle.loads, told), Illegible)
+                    observations[-1] = foreign(partial(pickle.loads, row), Illegible)
                 except Illegible as error:
                     errors.setdefault(slot, unreadable("step", error))
                     loose[slot] = self._position.loose_now[slot]  # the caller has not seen this observation

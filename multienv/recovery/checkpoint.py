@@ -250,7 +250,7 @@ class Checkpoints:
         found = worker.recoverer.bring_back(there.build, journal.plans(), effort, journal.why_no_plan())
         if found.plan is not None and found.plan.resets and not journal.begins_anew:
             logger.warning(
-                "%s: brought back by a replay from a reset. %s", worker.record.name, journal.memory.reservation
+                "%s: brought back by a replay from a reset. %s", worker.reporter.name, journal.memory.reservation
             )
         if found.mismatches:
             sometimes("the replay of a checkpoint differs")

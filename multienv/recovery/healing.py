@@ -8,8 +8,8 @@ from multienv.events import Loss, Outcome
 from multienv.processes.channel import Channel, Fate
 from multienv.recovery.policy import Effort
 from multienv.recovery.position import Position
-from multienv.recovery.record import Record
 from multienv.recovery.recoverer import Found, Recoverer, Unrecoverable
+from multienv.recovery.reporter import Reporter
 from multienv.recovery.state_machine import Instruction, Kind, NotRecovered, Recovered, State
 from multienv.reports.texts import what_happened
 from multienv.sometimes import sometimes
@@ -111,13 +111,13 @@ class Healing:
             return "truncated" if after.skipped or truncated else "reset", reasons[0]
         return ("exact", "") if self.effort.is_exact else ("replayed", reservation)
 
-    def error(self, instruction: Instruction, state: State, record: Record, policy: RestartPolicy) -> MultienvError:
+    def error(self, instruction: Instruction, state: State, reporter: Reporter, policy: RestartPolicy) -> MultienvError:
         """Build the error for an instruction to raise."""
         loss = self.loss
         assert loss is not None
         if instruction is Instruction.RAISE_BUDGET:
             text = f"Its RestartPolicy allows {policy.max_restarts} restarts in {policy.window:g} s; they are spent."
-            return record.lost_error(loss, text, RestartBudgetExceeded)
+            return reporter.lost_error(loss, text, RestartBudgetExceeded)
         if instruction is Instruction.RAISE_POISON:
             sometimes("a reset or a call ends process after process")
             advice = f"The same {loss.command}() ended process after process, {self.processes} so far; it is given up. "
@@ -125,13 +125,13 @@ class Healing:
                 advice += "The next reset() starts a new process: try another seed or other options, or mend the env."
             else:
                 advice += "The episode goes on: mend what it calls in the env, or leave it out."
-            return record.lost_error(loss, advice)
+            return reporter.lost_error(loss, advice)
         if loss.command == "initialize":
             sometimes("the first process is lost while its envs are built, and given up")
-            return record.lost_error(loss, "Run env_fn() in-process to see why; initialize() tries again.")
+            return reporter.lost_error(loss, "Run env_fn() in-process to see why; initialize() tries again.")
         if state.pending_truncations:
             sometimes("a call finds the episode lost")
             reason = state.pending_truncations[0][1].removeprefix(what_happened(loss)).strip()
-            return record.lost_error(loss, f"{reason} The next step() ends the episode.".strip())
+            return reporter.lost_error(loss, f"{reason} The next step() ends the episode.".strip())
         whose = "The episodes of all its envs are" if len(loss.envs) > 1 else "Its episode is"
-        return record.lost_error(loss, f"{whose} lost; the next reset() starts a new process.")
+        return reporter.lost_error(loss, f"{whose} lost; the next reset() starts a new process.")

@@ -9,7 +9,7 @@ from multienv.config import RestartPolicy
 from multienv.processes.channel import Channel
 from multienv.recovery.policy import Recycling
 from multienv.recovery.position import Position
-from multienv.recovery.record import memory_of
+from multienv.recovery.reporter import memory_of
 from multienv.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOTS, STEP_SECONDS
 from multienv.worker.snapshots import OBSTACLES
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from multienv.errors import PolicyError, RemoteTraceback
-from multienv.recovery.answers import Read, Skipped, Told, unreadable
+from multienv.recovery.answers import Read, Skipped, TruncationInfo, unreadable
 from multienv.recovery.hot_path import GOES_ON, plain_heads
 from multienv.recovery.position import Position
 from multienv.reports.texts import original_of
@@ -69,15 +69,22 @@ class RolloutReader:
         codec: Of the worker.
         scratch: A position for this reader alone: what the caller has seen so far within the rollout.
         answers: Reads the reply to each request there.
-        told: What ``info["multienv"]`` says of a truncation.
+        truncation_info: What ``info["multienv"]`` says of a truncation.
         same_step: A worker with several envs begins the next episode in the step that ended one.
         truncates: What an env raises is made a truncation of.
     """
 
     def __init__(
-        self, codec: Codec, scratch: Position, answers: Any, told: Told, *, same_step: bool, truncates: bool
+        self,
+        codec: Codec,
+        scratch: Position,
+        answers: Any,
+        truncation_info: TruncationInfo,
+        *,
+        same_step: bool,
+        truncates: bool,
     ) -> None:
-        self._codec, self._scratch, self._answers, self._told = codec, scratch, answers, told
+        self._codec, self._scratch, self._answers, self._truncation_info = codec, scratch, answers, truncation_info
         self._same_step, self._truncates = same_step, truncates
         self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
         self._aside.lay_out(codec.layout)
@@ -168,11 +175,11 @@ class RolloutReader:
             bank.truncated[list(failed)] = True
             by_slot = dict(infos)
             for slot, error in failed.items():
-                told = {"multienv": self._told(slot, str(error))}
-                by_slot[slot] = {**by_slot.get(slot, {}), **told}
+                final_info = {"multienv": self._truncation_info(slot, str(error))}
+                by_slot[slot] = {**by_slot.get(slot, {}), **final_info}
                 if self._same_step:
                     last = observations[slot] if observations else codec.row(aside, read.number, slot)
-                    by_slot[slot] |= {"final_obs": last, "final_info": told}
+                    by_slot[slot] |= {"final_obs": last, "final_info": final_info}
             infos = sorted(by_slot.items())
         reply.errors = answer.errors | reply.errors
         reply.truncated_errors += read.truncated_errors.items()
@@ -210,10 +217,10 @@ class RolloutReader:
                 reply.ends.append((step, read.number, (0,)))
                 shown[-1] = observation
             return
-        told: dict[str, Any] = info if read.seen != read.number else {}
-        reply.is_over = bool(told or view[3] & ENDED)
+        truncation: dict[str, Any] = info if read.seen != read.number else {}
+        reply.is_over = bool(truncation or view[3] & ENDED)
         if reply.is_over:
-            info = {"final_obs": observation, "final_info": info, **told}
+            info = {"final_obs": observation, "final_info": info, **truncation}
         if info:
             reply.infos[step] = [(0, info)]
         reply.steps += 1

@@ -354,7 +354,7 @@ def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception
     return ResetNeededError(f"{name}(): there is no episode yet. Call reset() first.")
 
 
-def told(event: Event, after: State) -> str:
+def line_of(event: Event, after: State) -> str:
     """Return an event and the state after it, as a line for a crash report."""
     request = "" if after.request is None else f", {after.request.name} pending"
     cause = f" ({event.cause}, slot {event.slot})" if isinstance(event, Lost) else ""

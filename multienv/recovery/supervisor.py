@@ -63,7 +63,6 @@ from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
 from multienv.recovery.policy import Effort
 from multienv.recovery.position import Position
-from multienv.recovery.record import Record, memory_of
 from multienv.recovery.recoverer import (
     BudgetSpentError,
     Found,
@@ -73,6 +72,7 @@ from multienv.recovery.recoverer import (
     Unrecoverable,
 )
 from multienv.recovery.replacement import can_replay, replaced
+from multienv.recovery.reporter import Reporter, memory_of
 from multienv.recovery.rollouts import RolloutReader, RolloutReply, policy_error
 from multienv.recovery.state_machine import (
     Asked,
@@ -97,9 +97,9 @@ from multienv.recovery.state_machine import (
     State,
     decide,
     instruction_of,
+    line_of,
     refusal,
 )
-from multienv.recovery.state_machine import told as line_of
 from multienv.reports.crash import Case
 from multienv.sometimes import sometimes
 from multienv.threads import Lock, beside
@@ -172,7 +172,7 @@ class Supervisor:
         build: The request that builds the envs.
         policy, deadlines: What happens when a process is lost, and when it counts as hung.
         index: Env index of the first env in its batch, or ``None``.
-        hooks: Called with each event by ``record.call_hooks()``: the env classes do so when their own call is done.
+        hooks: Called with each event by ``reporter.call_hooks()``: the env classes do so when their own call is done.
         reports: Where crash reports are written; ``None``: nowhere.
 
     Attributes:
@@ -186,7 +186,7 @@ class Supervisor:
         path: The last events and the states that they led to, but for those of plain steps.
         channel: To the present process, or to the last one that was lost.
         healing: The loss that is being healed; ``None``: none is.
-        record: What happened to the envs.
+        reporter: Counts and reports what happens to the envs.
         on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
     """
@@ -236,12 +236,12 @@ class Supervisor:
         )
         share = LARGE_SHARE if policy.recycles else SHARE
         self.position = Position(replace(build, starts=share if journal.recording else 0.0), journal)
-        self.record = Record(self.position, index, hooks, reports)
+        self.reporter = Reporter(self.position, index, hooks, reports)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         self.pending = Pending(
-            self.record.env_in, RequestDeadlines(deadlines, resets_in_steps=resets_itself), len(build.draws)
+            self.reporter.env_in, RequestDeadlines(deadlines, resets_in_steps=resets_itself), len(build.draws)
         )
-        self.recoverer = Recoverer(launcher, policy, deadlines, self.record.recovering, self._strayed)
+        self.recoverer = Recoverer(launcher, policy, deadlines, self.reporter.recovering, self._strayed)
         self.channel: Channel | None = None
         self.healing: Healing | None = None
         self._building = 0  # number of the request that builds the envs for the first time
@@ -330,7 +330,7 @@ class Supervisor:
         maintenance = self.maintenance
         if self.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
             return False
-        self.record.asked = ()
+        self.reporter.asked = ()
         self.pending.begin(BEGINNING, b"", self.pending.limit_of(Kind.RESET))
         self.state = RESETTING if waits else RESETTING_ASYNC
         self._publish()
@@ -447,7 +447,7 @@ class Supervisor:
                 self._maintain(resetting=resets_all)
             touched = None
             if isinstance(message, Reset):
-                self.record.asked = message.seeds
+                self.reporter.asked = message.seeds
                 touched = message.mask
             if isinstance(message, Rollout):
                 message = replace(message, shown=self.position.shown(self.segment))
@@ -552,8 +552,8 @@ class Supervisor:
         )
         instruction = self._happen(lost)
         if gone.cause == "hung" and request is not None and self.pending.was_slow(request):
-            told = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
-            logger.warning(told, request.name, self.record.env_in(gone.slot), self.pending.limit)
+            text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
+            logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
             self._drop_lost(healing, instruction)
         return instruction
@@ -570,10 +570,10 @@ class Supervisor:
         """Record a loss."""
         request, number = self.state.request, self.position.number + 1
         entry, name = b"", "snapshot" if request is None else request.name
-        if request is not None and self.codec is not None and self.record.reports.wanted:
+        if request is not None and self.codec is not None and self.reporter.reports.wanted:
             entry = self.pending.entry(channel.segment, number, request, self.codec.layout)
         idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
-        return self.record.loss(gone, name, slot, self.pending.limit, self._case(entry), idle=idle)
+        return self.reporter.loss(gone, name, slot, self.pending.limit, self._case(entry), idle=idle)
 
     def _drop_lost(self, healing: Healing, instruction: Instruction) -> None:
         """Drop a lost process whose envs are not brought back, and record the outcome."""
@@ -587,11 +587,11 @@ class Supervisor:
 
     def _tell(self, healing: Healing, outcome: Outcome, reason: str) -> None:
         assert healing.loss is not None
-        self.record.recovery(healing.loss, outcome, reason, healing.effort)
+        self.reporter.recovery(healing.loss, outcome, reason, healing.effort)
 
     def _case(self, pending: bytes) -> Case | None:
         """Return the data for a crash report; ``None`` if no reports are wanted."""
-        if not self.record.reports.wanted:
+        if not self.reporter.reports.wanted:
             return None
         journal, codec, build = self.position.journal, self.codec, self.position.build
         known = journal.recording and codec is not None
@@ -625,17 +625,17 @@ class Supervisor:
             channel, lasting = self.recoverer.begin_anew(build, effort, lasting)
         except RequestFailedError as failed:
             failed.with_traceback(None)  # its frames would keep the segment mapped
-            error = self.record.error_of(-1, failed.failure, "initialize")
+            error = self.reporter.error_of(-1, failed.failure, "initialize")
             self._give_up_request(error)
             raise error from error.__cause__  # which is what env_fn raised
         except Unrecoverable as why:
             self._refuse_if_unusable("collect")
-            loss = self.record.last_loss if self.healing is None else self.healing.loss
+            loss = self.reporter.last_loss if self.healing is None else self.healing.loss
             why.with_traceback(None)
             if loss is None:
                 unbuilt: Exception = UsageError(f"It could not be started: {why}.")
             else:
-                unbuilt = self.record.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
+                unbuilt = self.reporter.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
             self._give_up_request(unbuilt)
             raise unbuilt from why
         self._begin_anew(build, lasting)
@@ -686,14 +686,14 @@ class Supervisor:
                 return None
             self.recoverer.await_build(self.position.build, channel, self._building, pending.until)
         except RequestFailedError as failed:
-            return self.record.error_of(-1, failed.failure, "initialize")
+            return self.reporter.error_of(-1, failed.failure, "initialize")
         except Gone as gone:
             healing = self.healing
             if healing is None or healing.lost is not channel:
                 effort = self.recoverer.begin() if healing is None else healing.effort
                 healing = self.healing = Healing(channel, gone.fate, effort)
             if healing.loss is None:
-                healing.loss = self.record.loss(gone, "initialize", gone.slot, pending.limit, self._case(b""))
+                healing.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, self._case(b""))
             return Lost(gone.cause, -1, gone.is_from_outside)
         return Built()
 
@@ -749,7 +749,7 @@ class Supervisor:
     def _strayed(self, slot: int, what: str) -> None:
         """Note that a slot was replayed from a reset otherwise than it was seen."""
         spec = None if self.description is None else self.description.spec
-        env = self.record.env_in(slot)
+        env = self.reporter.env_in(slot)
         self.position.journal.memory.note(env if spec is None else f"{spec.id} ({env})", what)
 
     def _do_truncate(self, until: float | None) -> Instruction:
@@ -780,7 +780,7 @@ class Supervisor:
 
     def _error_to_raise(self, instruction: Instruction) -> MultienvError:
         assert self.healing is not None
-        return self.healing.error(instruction, self.state, self.record, self.policy)
+        return self.healing.error(instruction, self.state, self.reporter, self.policy)
 
     def _commit(self, number: int, event: Replied, answer: Any, read: Read | None = None) -> None:
         """Commit an answer; ``read``: what it has shown."""
@@ -825,12 +825,12 @@ class Supervisor:
             loss = None if self.healing is None else self.healing.loss
             if request.kind is Kind.RESET and loss is not None and not isinstance(answer, Exception):
                 for slot, reason in skipped:
-                    answer.errors[slot] = self.record.lost_error(loss, reason)
+                    answer.errors[slot] = self.reporter.lost_error(loss, reason)
             if not self.position.build.exact and not failed:
                 self._note_spoilt(skipped)
         ended = request.kind is Kind.STEP and read is not None and read.ended
         if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
-            self.record.truncated_error(0, answer, channel.pid)
+            self.reporter.truncated_error(0, answer, channel.pid)
             answer = self.answers.truncation(segment, ((0, str(answer)),))
         # A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows
         # that the caller saw last: its process may die while it writes there.
@@ -858,7 +858,7 @@ class Supervisor:
                 codec,
                 aside,
                 self._new_answers(codec, aside),
-                self.record.truncation,
+                self.reporter.truncation_info,
                 same_step=position.build.autoreset == "SAME_STEP",
                 truncates=self.policy.on_error == "truncate",
             )
@@ -880,7 +880,7 @@ class Supervisor:
         position, journal, before = self.position, self.position.journal, self.position.steps
         assert self.channel is not None
         for slot, error in reply.truncated_errors:
-            self.record.truncated_error(slot, error, self.channel.pid)
+            self.reporter.truncated_error(slot, error, self.channel.pid)
         for steps, number, slots in reply.ends:
             position.steps = before + steps
             if position.build.exact:
@@ -917,7 +917,7 @@ class Supervisor:
         return values, errors
 
     def _error_of(self, slot: int, failure: Any) -> Exception:
-        return self.record.error_of(slot, failure, self._name())
+        return self.reporter.error_of(slot, failure, self._name())
 
     def _count(self, request: Request, message: Message | None, failed: bool, number: int, read: Read | None) -> None:
         """Count what was answered by the reply to request ``number``, and see what is due."""
@@ -926,7 +926,7 @@ class Supervisor:
             assert self.channel is not None
             assert read is not None
             for slot, error in read.truncated_errors.items():
-                self.record.truncated_error(slot, error, self.channel.pid)
+                self.reporter.truncated_error(slot, error, self.channel.pid)
             self.note_ends(self.last_answer, number)
             position.steps += 1
             if self.answers.started == number:
@@ -1020,7 +1020,7 @@ class Supervisor:
             codec,
             position,
             self._error_of,
-            self.record.truncation,
+            self.reporter.truncation_info,
             self._set_spaces,
             same_step=build.autoreset == "SAME_STEP",
             truncates=build.truncates_errors,
@@ -1052,7 +1052,7 @@ class Supervisor:
         is_over = self._is_between_episodes()
         self.maintenance.begin(channel, replayed, is_over=is_over)
         channel.prefer(self.core, sharing=self._sharing)
-        channel.envs, channel.patience = self.record.env_in(-1), self._deadlines.close
+        channel.envs, channel.patience = self.reporter.env_in(-1), self._deadlines.close
         if old is not None and old is not channel:
             old.kill()
             old.release()
@@ -1131,7 +1131,7 @@ class Supervisor:
         the new one is built beside it. If the envs cannot be built there, the old process ends first from then
         on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
         """
-        maintenance, record, slots = self.maintenance, self.record, range(self.rules.slots)
+        maintenance, reporter, slots = self.maintenance, self.reporter, range(self.rules.slots)
         anew = tuple(slots) if resetting or self._is_between_episodes() else tuple(sorted(maintenance.spoilt))
         why = maintenance.recycling_due or "after a reset that ended process after process"
         position = self.position
@@ -1142,7 +1142,7 @@ class Supervisor:
             sometimes("a process is lost before it is replaced by plan")
             if self.state.process is Process.NONE and not self.state.pending_truncations:
                 raise  # the policy says so; the caller's request has no envs to go to
-            logger.warning("%s: its process is not replaced: %s", record.name, error)
+            logger.warning("%s: its process is not replaced: %s", reporter.name, error)
             maintenance.put_off()
             return
         before = self.state
@@ -1152,9 +1152,9 @@ class Supervisor:
             self.healing = None
             assert self.channel is not None
             limit = self._deadlines.close
-            told = self._ask_to_end(self.channel, limit, time.monotonic() + limit, keep_memory=True)
-            if told:
-                logger.warning(told)
+            warning = self._ask_to_end(self.channel, limit, time.monotonic() + limit, keep_memory=True)
+            if warning:
+                logger.warning(warning)
         replacement = replaced(self.recoverer, position, generators)
         process, effort, reason = replacement.channel, replacement.effort, replacement.reason
         self.refuse_if_closed("step", process)
@@ -1170,14 +1170,14 @@ class Supervisor:
             outcome: Any = "exact" if effort.is_exact else "replayed"
             outcome = "reset" if replacement.plan is None else outcome
             reason = position.journal.memory.reservation if outcome == "replayed" else ""
-            record.recycling(why, outcome, reason, effort)
+            reporter.recycling(why, outcome, reason, effort)
             return
         maintenance.put_off(is_built=replacement.is_built)
         sometimes("a process that has ended first is not replaced", ends_first)
         sometimes("a replacement by plan is put off", not ends_first)
         if ends_first:
             self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
-        record.recycling(why, "put off", reason, effort)
+        reporter.recycling(why, "put off", reason, effort)
 
     def _is_between_episodes(self) -> bool:
         """Tell whether the episodes of all envs have ended, and none has begun since."""
@@ -1336,7 +1336,7 @@ class Supervisor:
                     channel.kill()
                 # Held by a call that sees the end of its process at once, unless this is a signal handler above it.
                 if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
-                    self.record.call_at_last(self._let_go)  # when that call is done
+                    self.reporter.call_at_last(self._let_go)  # when that call is done
                     return
             self._end(limit)  # again does nothing, unless it was interrupted
             self._release()
@@ -1349,7 +1349,7 @@ class Supervisor:
 
     def _end(self, limit: float) -> None:
         """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
-        channel, state, number, told = self.channel, self.state, self.position.number + 1, ""
+        channel, state, number, warning = self.channel, self.state, self.position.number + 1, ""
         self.note_closed()
         if channel is None or state.process is Process.NONE:
             return
@@ -1360,17 +1360,17 @@ class Supervisor:
                 self.pending.publish(channel, number, state)  # again, if it was asked
                 is_idle = channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until))
                 if not is_idle:
-                    told = cut_short(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()")
+                    warning = cut_short(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()")
             if is_idle:
-                told = self._ask_to_end(channel, limit, until)
+                warning = self._ask_to_end(channel, limit, until)
             else:
                 channel.kill()
         except Gone:
             channel.kill()
         except OSError:  # close() never raises; the monitor ends what is left
             logger.exception("close() could not end process %s", channel.pid)
-        if told:
-            beside(partial(logger.warning, told), _SOON)
+        if warning:
+            beside(partial(logger.warning, warning), _SOON)
 
     def _ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> str:
         """Ask a process to close its envs and end; kill it if it has not by ``until``, and return what to say then."""
@@ -1394,7 +1394,7 @@ class Supervisor:
         """Release the process, snapshots, and what keeps memory mapped."""
         self.note_closed()
         self._checkpoints.free_all()
-        self.record.reports.drop()
+        self.reporter.reports.drop()
         channel, self.seeds = self.channel, None
         self.channel = self.last_answer = self.segment = self.buffers = None
         with SystemErrors():
@@ -1409,7 +1409,7 @@ class Supervisor:
         channel, state = self.channel, self.state
         words = None if channel is None else channel.segment
         alive = state.process in (Process.BUILDING, Process.READY) and channel is not None
-        return self.record.statistics(
+        return self.reporter.statistics(
             state=_name_of(state, started=self.recoverer.description is not None),
             pid=channel.pid if alive and channel is not None else None,
             rss=memory_of(channel) if alive and channel is not None else None,

@@ -355,7 +355,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if error is not None:
             return error
 
-        def told(infos: Any) -> Any:
+        def with_resumed(infos: Any) -> Any:
             for index in range(self.num_envs if current.resumed else 0):
                 if isinstance(infos, list):
                     infos[index]["multienv"] = {**infos[index].get("multienv", {}), "resumed": True}
@@ -366,8 +366,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._with_infos(  # type: ignore[no-any-return]
             "step",
             lambda infos: (*self._rows.batch(current.answers, current), infos),
-            lambda: told(self._infos(current.answers)),
-            lambda: told(self._listed_infos(current.answers)),
+            lambda: with_resumed(self._infos(current.answers)),
+            lambda: with_resumed(self._listed_infos(current.answers)),
         )
 
     def _with_infos(
@@ -922,9 +922,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 "envs_per_worker the number that the first trainer had."
             )
         calls = [partial(worker.load_state_dict, one) for worker, one in zip(self._workers, found[0], strict=True)]
-        told = "The envs of the others want a reset; those of these are as they were before."
+        advice = "The envs of the others want a reset; those of these are as they were before."
         try:
-            self._each("load_state_dict", calls, told)
+            self._each("load_state_dict", calls, advice)
         except EnvsFailedError as error:
             for rows in self._slices:
                 self._begun[rows] &= rows.start in error.failures
@@ -936,14 +936,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._begun[:] = begun
         self._all_begun = bool(self._begun.all())
 
-    def _each(self, name: str, calls: Sequence[Callable[[], Any]], *told: str) -> list[Any]:
+    def _each(self, name: str, calls: Sequence[Callable[[], Any]], *advice: str) -> list[Any]:
         """Make blocking calls of workers side by side; EnvsFailedError if some raise."""
         self._settle(name)
         current = self._fanout.call_each(name, calls)
         self._fanout.finish()
         if current.failures:
             failures = {self._slices[worker].start: error for worker, error in current.failures.items()}
-            raise _collect(name, failures, current.answers, "Of each worker the first env is named.", *told)
+            raise _collect(name, failures, current.answers, "Of each worker the first env is named.", *advice)
         return current.answers
 
     # --- which call may be made -------------------------------------------------------------------
@@ -1023,8 +1023,8 @@ def _infos_at(replies: Sequence[RolloutReply], step: int) -> list[RowsReply]:
     return [RowsReply([], _NOTHING, _NOTHING, _NOTHING, one) for one in extras]
 
 
-def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], *told: str) -> EnvsFailedError:
-    error = EnvsFailedError.collect(f"{name}()", failures, results, *told)
+def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], *advice: str) -> EnvsFailedError:
+    error = EnvsFailedError.collect(f"{name}()", failures, results, *advice)
     assert isinstance(error, EnvsFailedError)
     return error
 

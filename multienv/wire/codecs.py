@@ -179,23 +179,25 @@ class Codec:
             return [np.ndarray(space.shape, space.dtype, bank.view, start).copy for bank in segment.banks]
         return [partial(self.observation, segment, side) for side in (0, 1)]
 
-    def observation(self, segment: Segment, number: int, told: bytes | None = None) -> Any:
+    def observation(self, segment: Segment, number: int, pickled_row: bytes | None = None) -> Any:
         """Return the observation of a single env in the reply to ``number``.
 
         Args:
             segment: With the bank.
             number: Of the request.
-            told: What has no place in the bank, pickled; ``None``: all has one.
+            pickled_row: What the env returned, pickled, if it does not fit the bank; else ``None``.
         """
-        if told is not None:
-            return pickle.loads(told)[0]
+        if pickled_row is not None:
+            return pickle.loads(pickled_row)[0]
         bank = segment.banks[number & 1]
         return None if self._verbatim is None else self._verbatim.read(bank.view, bank.layout.leaves[0])
 
-    def transition(self, segment: Segment, number: int, told: bytes | None = None) -> tuple[Any, Any, bool, bool]:
+    def transition(
+        self, segment: Segment, number: int, pickled_row: bytes | None = None
+    ) -> tuple[Any, Any, bool, bool]:
         """Return observation, reward, terminated and truncated of a single env; arguments as of :meth:`observation`."""
-        if told is not None:
-            whole: tuple[Any, Any, bool, bool] = pickle.loads(told)
+        if pickled_row is not None:
+            whole: tuple[Any, Any, bool, bool] = pickle.loads(pickled_row)
             return whole
         bank = segment.banks[number & 1]
         tag, number_of_reward = bank.view[4], bank.rewards[0].item()

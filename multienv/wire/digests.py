@@ -123,8 +123,8 @@ def evidence_of(value: Any) -> bytes:
     Equal digests mean equal types, order, shapes and bits. NaN equals NaN.
     """
     if type(value) is np.ndarray and value.dtype.char in _NUMBERS and value.nbytes < _LONG:  # most are
-        told = f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
-        return blake2b(told, digest_size=_DIGEST_BYTES).digest()
+        described = f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
+        return blake2b(described, digest_size=_DIGEST_BYTES).digest()
     # If the walk raises, or does not end because the value holds itself, the value goes by its pickle.
     for parts in (_parts_of, _pickled_parts_of):
         try:

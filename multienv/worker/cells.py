@@ -139,9 +139,9 @@ class Verbatim:
             layout.write(observation, bank.view, bank.layout.leaves[0])
             self.loose = None
             return
-        told = observation, *self._beside
+        transition = observation, *self._beside
         bank.view[4] = 0
-        self.loose, self.evidence = [pickled("step", told)], [evidence_of(told)]
+        self.loose, self.evidence = [pickled("step", transition)], [evidence_of(transition)]
 
     def blank(self, slot: int) -> None:
         """Write the row of an env of which there is nothing to tell."""

@@ -227,7 +227,7 @@ class Host:
         self._answer(number, self._on_keep(message.number, message.token))
 
     def _tell_generators(self, number: int, message: TellGenerators) -> None:
-        self._answer(number, self._envs().starts.tell(message.slots))
+        self._answer(number, self._envs().starts.states_of(message.slots))
 
     def _close(self, number: int, message: Close) -> None:
         self.closing = True

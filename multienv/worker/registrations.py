@@ -27,8 +27,8 @@ def register(specs: bytes) -> None:
 
     The packages of their entry points are imported first: as a rule they register their envs themselves.
     """
-    told: list[EnvSpec] = cloudpickle.loads(specs)
-    unknown = [spec for spec in told if spec.id not in gymnasium.registry]
+    sent: list[EnvSpec] = cloudpickle.loads(specs)
+    unknown = [spec for spec in sent if spec.id not in gymnasium.registry]
     modules = [spec.entry_point.partition(":")[0] for spec in unknown if isinstance(spec.entry_point, str)]
     for package in {module.partition(".")[0] for module in modules}:
         with contextlib.suppress(ImportError):

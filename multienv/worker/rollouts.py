@@ -81,16 +81,16 @@ class RolloutRunner:
             The answer, and the seconds that the envs have taken for a step.
         """
         words, result = self._segment.words, RolloutResult(bytearray(), {})
-        told: list[tuple[Any, dict[str, Array]]] = []  # what the policy returned for each step
+        choices: list[tuple[Any, dict[str, Array]]] = []  # what the policy returned for each step
         idle, first, self._seconds = np.where(skipped == NOT_RESET, skipped, 0), number, 0.0
         self._show_first(message.shown)
         policy: Any = None
         missing: Array | None = skipped if skipped.any() else None
-        while len(told) < message.steps:
+        while len(choices) < message.steps:
             words[BUSY], words[SLOT] = first, 0
             try:
                 policy = cloudpickle.loads(message.policy) if policy is None else policy
-                told.append(self._choose(number, policy))
+                choices.append(self._choose(number, policy))
             except Exception as error:
                 result.failure = failure_of(error)
                 break
@@ -103,15 +103,15 @@ class RolloutRunner:
                 number += 1
             if bank.view[2] == FAILED:
                 if not self._group.exact:  # nothing was stepped
-                    del told[-1]
+                    del choices[-1]
                 break
             missing = idle if missing is not None and idle.any() else None
-        if told and result.failure is None:
+        if choices and result.failure is None:
             try:
-                result.chosen = pickled("rollout", self._stacks(told))
+                result.chosen = pickled("rollout", self._stacks(choices))
             except Exception as error:
                 result.failure = failure_of(error)
-        return result, self._seconds / max(1, len(told))
+        return result, self._seconds / max(1, len(choices))
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -178,15 +178,15 @@ class RolloutRunner:
         self._encode(number, chosen)
         return self._decode(number, self._aside.banks[number & 1].view[1]), extras
 
-    def _stacks(self, told: list[tuple[Any, dict[str, Array]]]) -> dict[str, Any]:
+    def _stacks(self, choices: list[tuple[Any, dict[str, Array]]]) -> dict[str, Any]:
         """Return what the policy returned for all steps."""
-        names = told[0][1].keys()
-        for _, extras in told:
+        names = choices[0][1].keys()
+        for _, extras in choices:
             if extras.keys() != names:
                 raise ValueError(f"The policy returned {list(extras)}, and {list(names)} at the first step.")
         return {
-            "actions": stacked(self._group.action_space, [actions for actions, _ in told]),
-            "extras": {name: np.stack([extras[name] for _, extras in told]) for name in names},
+            "actions": stacked(self._group.action_space, [actions for actions, _ in choices]),
+            "extras": {name: np.stack([extras[name] for _, extras in choices]) for name in names},
         }
 
     # --- what the caller sees ---------------------------------------------------------------------

@@ -109,14 +109,14 @@ def _unpacked(packed: Any) -> Any:
 
 
 def restore(env: Env, data: bytes, *, of_process: bool = True) -> None:
-    """Put back what :meth:`ProcessGenerators.with_those_of` told, into a newly built env of the same kind.
+    """Put back what :meth:`ProcessGenerators.with_those_of` returned, into a newly built env of the same kind.
 
     Args:
         env: The env.
-        data: What was told.
+        data: What was returned.
         of_process: Put back ``random`` and ``numpy.random``, too.
     """
-    told, seed, generators = pickle.loads(data)
+    process, seed, generators = pickle.loads(data)
     if seed is not None:
         setattr(env.unwrapped, _USUAL_SEED, seed)
     layers = list(layers_of(env))
@@ -128,7 +128,7 @@ def restore(env: Env, data: bytes, *, of_process: bool = True) -> None:
                 holder = getattr(holder, name)
             _put_back(holder, path[-1], unpacked.setdefault(id(packed), _unpacked(packed)))
     if of_process:
-        state_of_random, state_of_numpy = pickle.loads(told)
+        state_of_random, state_of_numpy = pickle.loads(process)
         random.setstate(state_of_random)
         np.random.set_state(state_of_numpy)  # noqa: NPY002
 

@@ -74,7 +74,7 @@ class Stepper:
             (side, side.bank.view, side.rows.cells, side.bank.rewards.data, side.digest) for side in self._sides
         ]
         rows = self._sides[0].rows
-        key, taken, is_loose, told = rows.key, rows.taken, rows.loose is not None, group.starts.told
+        key, taken, is_loose, generators = rows.key, rows.taken, rows.loose is not None, group.starts.generators
 
         def handle(number: int) -> Any:  # noqa: C901
             side, view, cells, rewards, digest = targets[number & 1]
@@ -118,7 +118,7 @@ class Stepper:
                         if exact and not isinstance(error, _SkippedError):
                             raise
                         self._note_error(side, slot, error, infos, failures)
-                if infos or failures or told or side.flags & IRREGULAR:
+                if infos or failures or generators or side.flags & IRREGULAR:
                     finish(number, side, infos, failures)
                 else:
                     if side.flags:
@@ -143,7 +143,7 @@ class Stepper:
             fail=partial(answer_failure, segment),
             write_payload=segment.write_reply_payload,
             take_info=taken,
-            told=told,
+            generators=generators,
             words=words,
             calls=calls,
             decode=decode,

@@ -159,7 +159,7 @@ def test_deaths_however_soon_after_each_other_are_exact(dear: None) -> None:
             left[0] -= 1
             kill_worker(play.env)
 
-    play.env._supervisor.record._hooks += (strike,)
+    play.env._supervisor.reporter._hooks += (strike,)
     play.walk(300, kills=[*range(60, 300, 50)]).close()
     assert (set(play.outcomes()), play.differs, left) == ({"exact"}, None, [0])
     assert len(play.outcomes()) == 12 + 5

@@ -780,8 +780,8 @@ MUTANTS = [
         "A worker is given no time to close its envs where nobody has called close().",
         7,
         "recovery/supervisor.py",
-        "        channel.envs, channel.patience = self.record.env_in(-1), self._deadlines.close\n",
-        "        channel.envs, channel.patience = self.record.env_in(-1), 0.5\n",
+        "        channel.envs, channel.patience = self.reporter.env_in(-1), self._deadlines.close\n",
+        "        channel.envs, channel.patience = self.reporter.env_in(-1), 0.5\n",
         ("tests/faults/test_close.py",),
     ),
     Mutant(
@@ -937,7 +937,7 @@ MUTANTS = [
     Mutant(
         "The error of a loss does not tell the seed.",
         9,
-        "recovery/record.py",
+        "recovery/reporter.py",
         "seed=self.seed_of(slot, command),\n            pid=gone.pid,",
         "seed=None,\n            pid=gone.pid,",
     ),

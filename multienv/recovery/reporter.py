@@ -1,4 +1,4 @@
-"""What happened to one worker: counted, told to hooks and to the log."""
+"""Counts and reports what happens to one worker: to hooks, to the log, in crash reports and in errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multienv.errors import WorkerLostError
-from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics, tell
+from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics, call_hooks
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.policy import Effort
 from multienv.recovery.position import Position
@@ -23,8 +23,10 @@ logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
 
 
-class Record:
-    """Counts what happens to one worker, and tells of it.
+class Reporter:
+    """Counts and reports what happens to one worker.
+
+    Hooks are not called at once: their events are queued until the caller's call is done.
 
     Args:
         position: Of the worker.
@@ -34,9 +36,10 @@ class Record:
 
     Attributes:
         asked: Seeds of the reset that was asked for last, answered or not.
-        told: Hooks, each with an event that it has not been called with yet: they are called when the caller's call is
-            done. Several fan-outs may look at it, so that it is never replaced.
-        news: The records of which ``told`` may have something, in this one and those that share it: see share_news().
+        events: Hooks, each with an event that it has not been called with yet. Several fan-outs read it, so it is never
+            replaced.
+        queue: The reporters whose ``events`` may not be empty, of this one and those that share the queue: see
+            share_queue().
     """
 
     def __init__(self, position: Position, index: int | None, hooks: tuple[Hook, ...], reports: Path | None) -> None:
@@ -45,8 +48,8 @@ class Record:
         self.asked: Sequence[int | None] = ()
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
-        self.told: deque[tuple[Callable[[Any], object], Any]] = deque()
-        self.news: dict[Record, None] = {}
+        self.events: deque[tuple[Callable[[Any], object], Any]] = deque()
+        self.queue: dict[Reporter, None] = {}
         self._slots = len(position.seeds)
         self._hooks = hooks
         self._losses = self._exact = self._repeated = self._truncated = self._replayed = self._recycled = 0
@@ -97,12 +100,12 @@ class Record:
             failure, index=self.index_of(slot), command=command, step=step, seed=self.seed_of(slot, command)
         )
 
-    def truncation(self, slot: int, reason: str) -> dict[str, Any]:
+    def truncation_info(self, slot: int, reason: str) -> dict[str, Any]:
         """Return the value of info["multienv"] for a truncated episode."""
-        told: dict[str, Any] = {"reason": reason, "recovery": "truncated"}
+        info: dict[str, Any] = {"reason": reason, "recovery": "truncated"}
         last = self.last_recovery
         report = self.reports.path or (last.report if last is not None and last.reason == reason else "")
-        return {**told, "report": report} if report else told
+        return {**info, "report": report} if report else info
 
     def lost_error(self, loss: Loss, advice: str, kind: type[WorkerLostError] | None = None) -> WorkerLostError:
         """Build the error for a loss."""
@@ -114,7 +117,7 @@ class Record:
     def loss(
         self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None, *, idle: bool = False
     ) -> Loss:
-        """Note that a process was lost; the warning comes with the outcome.
+        """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`recovery`.
 
         Args:
             gone: How it was lost.
@@ -143,12 +146,12 @@ class Record:
         )
         self.reports.open(loss, case)
         logger.info("%s", what_happened(loss))
-        news = self._news(loss)
+        new = self._for_hooks(loss)
         # Nothing is called from here until the caller has the loss: it is counted once, whenever Ctrl-C comes.
         self._losses += 1
         self.last_loss = loss
-        self.told += news
-        self.news[self] = None
+        self.events += new
+        self.queue[self] = None
         return loss
 
     def recovering(self, doing: str, effort: Effort) -> None:
@@ -159,7 +162,7 @@ class Record:
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
     def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> Recovery:
-        """Note the outcome of a loss, and log the one warning that tells of both."""
+        """Count the outcome of a loss, and log one warning that describes both."""
         recovery = Recovery(
             loss,
             outcome,
@@ -173,15 +176,15 @@ class Record:
         self.reports.close(recovery)
         self._times.append(recovery.seconds)
         logger.warning("%s", outcome_text(recovery))
-        news = self._news(recovery)
+        new = self._for_hooks(recovery)
         # Nothing is called from here until the caller has committed the state, as in loss().
         self.last_recovery = recovery
         self._exact += outcome == "exact"
         self._repeated += outcome == "replayed"
         self._truncated += outcome == "truncated"
         self._replayed += effort.replayed
-        self.told += news
-        self.news[self] = None
+        self.events += new
+        self.queue[self] = None
         return recovery
 
     def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
@@ -200,8 +203,8 @@ class Record:
         self._truncated += 1
         self.last_loss = loss
         self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
-        self.told += [*self._news(loss), *self._news(self.last_recovery)]
-        self.news[self] = None
+        self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
+        self.queue[self] = None
 
     def recycling(
         self, why: str, outcome: Literal["exact", "replayed", "reset", "put off"], reason: str, effort: Effort
@@ -213,28 +216,28 @@ class Record:
             logger.warning("%s: its process is not replaced, %s: %s", self.name, why, reason)
         else:
             logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
-        self.told += self._news(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
-        self.news[self] = None
+        self.events += self._for_hooks(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
+        self.queue[self] = None
 
     def call_at_last(self, call: Callable[[None], object]) -> None:
-        """Have something be called with ``None`` when the caller's call is done."""
-        self.told.append((call, None))
-        self.news[self] = None
+        """Queue a call with ``None``, to be made when the caller's call is done."""
+        self.events.append((call, None))
+        self.queue[self] = None
 
-    def _news(self, event: Event) -> list[tuple[Hook, Event]]:
+    def _for_hooks(self, event: Event) -> list[tuple[Hook, Event]]:
         return [(hook, event) for hook in self._hooks]
 
     def call_hooks(self) -> None:
         """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
-        tell(self.told)
+        call_hooks(self.events)
 
     def call_all_hooks(self) -> None:
-        """Do the same for all records that share their news."""
-        for record in list(self.news):
-            record.call_hooks()
-            self.news.pop(record, None)
-            if record.told:  # another thread has just noted something
-                self.news[record] = None
+        """Call the hooks of all reporters that share the queue."""
+        for reporter in list(self.queue):
+            reporter.call_hooks()
+            self.queue.pop(reporter, None)
+            if reporter.events:  # another thread has just noted something
+                self.queue[reporter] = None
 
     def statistics(
         self,
@@ -271,11 +274,11 @@ class Record:
         )
 
 
-def share_news(records: Sequence[Record]) -> None:
-    """Have these records note in one place which of them have events for hooks: nobody goes over all of them then."""
-    for record in records[1:]:
-        records[0].news.update(record.news)
-        record.news = records[0].news
+def share_queue(reporters: Sequence[Reporter]) -> None:
+    """Make these reporters note in one dict which of them have events: then no call has to go through all of them."""
+    for reporter in reporters[1:]:
+        reporters[0].queue.update(reporter.queue)
+        reporter.queue = reporters[0].queue
 
 
 def memory_of(channel: Channel) -> int | None:
