@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 from multienv import interrupts
 from multienv.config import check_seconds
 from multienv.cores import AskingOrder
-from multienv.errors import CallPendingError, ClusterError, MultienvError, SystemLimitError, WaitTimeout
+from multienv.errors import CallPendingError, ClosedError, ClusterError, MultienvError, SystemLimitError, WaitTimeout
 from multienv.native import native
 from multienv.processes.channel import LONGEST_SLEEP, Channel, wait_any
 from multienv.processes.watch import Watch
@@ -363,7 +363,7 @@ class FanOut:
 
     def close(self) -> None:
         """Release the executor: its threads end once they have nothing to do. Takes no lock: handlers may call it."""
-        bell, self._executor, self._bell = self._bell, None, None
+        bell, self._executor, self._bell, self._watch = self._bell, None, None, None
         if bell is not None:
             bell.ring()  # take() may be waiting
 
@@ -559,9 +559,7 @@ class FanOut:
             requests: Member → its request.
             contents: If all are steps, their actions once more, in the same order, in the form that is sent fastest.
         """
-        current, watch, supervisors = self.unfinished, self._watch, self.supervisors
-        assert isinstance(current, Endless)
-        assert watch is not None
+        (current, watch), supervisors = self.endless(), self.supervisors
         current.sending = tuple(requests)
         current.requests.update(requests)
         plain: list[int] = []
@@ -596,29 +594,33 @@ class FanOut:
         Args:
             until: When to give up, by ``time.monotonic()``. It may return earlier, with nothing taken.
         """
-        current = self.unfinished
-        assert isinstance(current, Endless)
+        current, watch = self.endless()
         try:
-            self._take_answered(current, self._come(current, until))
+            self._take_answered(current, self._come(current, watch, until))
         except BaseException:
             self._look_at = 0.0  # a wake byte may have been read in vain
             raise
 
-    def _come(self, current: Endless, until: float) -> tuple[list[int], list[int]]:
+    def endless(self) -> tuple[Endless, Watch]:
+        """Return the endless round, and what watches its members."""
+        current, watch = self.unfinished, self._watch
+        if not isinstance(current, Endless) or watch is None:  # by another thread, or by a signal handler
+            raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
+        return current, watch
+
+    def _come(self, current: Endless, watch: Watch, until: float) -> tuple[list[int], list[int]]:
         """Return the members that have answered, and those that something else has come of; wait if there are none."""
-        watch, now = self._watch, monotonic()
-        assert watch is not None
+        now = monotonic()
         others = self._ended_tasks(current) if current.tasks else []
         goes_over_all = now >= self._look_at
         if goes_over_all or self._look_now:
-            others += self._overdue(current, now)
+            others += self._overdue(current, watch, now)
         answered, ended = watch.heard(-inf if others else min(until, self._look_at), looks_for_ends=goes_over_all)
         return answered, others + ended
 
-    def _overdue(self, current: Endless, now: float) -> list[int]:
+    def _overdue(self, current: Endless, watch: Watch, now: float) -> list[int]:
         """Return the members of which something can be taken; leave those that are overdue to threads."""
-        watch, heard, wake = self._watch, [], now + LONGEST_SLEEP
-        assert watch is not None
+        heard, wake = [], now + LONGEST_SLEEP
         goes_over_all = now >= self._look_at
         for place in list(current.requests if goes_over_all else self._look_now):
             if not current.lacks(place) or place in current.tasks or place in self._blocking:

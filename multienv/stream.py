@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from multienv import interrupts
 from multienv.config import check_seconds, integer
-from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
+from multienv.errors import CallPendingError, UsageError, WaitTimeout
 from multienv.events import Statistics
 from multienv.fanout import Endless, FanOut, Noted, Ready, Round
 
@@ -307,10 +307,7 @@ class Stream:
         return True
 
     def _round(self) -> Endless:
-        current = self._fan.unfinished
-        if not isinstance(current, Endless):  # by another thread, or by a signal handler
-            raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
-        return current
+        return self._fan.endless()[0]
 
     def _asked(self) -> list[int]:
         """Return the envs that are asked, or will be without any more being given."""

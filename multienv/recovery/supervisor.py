@@ -479,8 +479,18 @@ class Supervisor:
         for event in events:
             state, instruction = decide(state, event, self.rules)
             self.path.append((event, state))
-        self.state = interned(state)
+        self._become(interned(state), instruction)
         return instruction
+
+    def _become(self, state: State, instruction: Instruction) -> None:
+        """Commit a state; with it the error of a loss, if that is the answer: else the one before would count."""
+        if instruction not in _RAISED:
+            self.state = state
+            return
+        assert self.healing is not None
+        error, position = self.healing.error(instruction, state, self.reporter, self.policy), self.position
+        # Adjacent stores: no signal handler comes in between.
+        self.last_answer, position.number, self.state = error, position.number + 2, state
 
     def _carry_out(self, timeout: float | None, heal: bool) -> Any:
         """Do what the state asks for until there is an answer."""
@@ -497,7 +507,8 @@ class Supervisor:
                 sometimes("a thread brings the envs back")
                 raise RecoveryDue
             if instruction in _RAISED:
-                self._commit_error(instruction)
+                if instruction is Instruction.RAISE_POISON and self.state.episode is Episode.NONE:
+                    self.give_up()  # a reset may end every process in which the env is as it was
                 break
             instruction = self._steps_of[instruction](self, until)
             self._refuse_if_unusable("collect")
@@ -730,7 +741,7 @@ class Supervisor:
         reservation = self.position.journal.memory.reservation
         outcome, reason = healing.outcome(event, instruction, self.state, after, reservation)
         self._tell(healing, outcome, reason)
-        self.state = after
+        self._become(after, instruction)
         return instruction
 
     def _go_on_from(self, plan: Plan | None, lost: Iterable[int], effort: Effort) -> None:
@@ -769,18 +780,6 @@ class Supervisor:
         Instruction.RECOVER: _do_recover,
         Instruction.TRUNCATE: _do_truncate,
     }
-
-    def _commit_error(self, instruction: Instruction) -> None:
-        """Commit the error of a loss as the answer."""
-        error = self._error_to_raise(instruction)
-        if instruction is Instruction.RAISE_POISON and self.state.episode is Episode.NONE:
-            self.give_up()  # a reset may end every process in which the env is as it was
-        self.last_answer = error
-        self.position.number += 2
-
-    def _error_to_raise(self, instruction: Instruction) -> MultienvError:
-        assert self.healing is not None
-        return self.healing.error(instruction, self.state, self.reporter, self.policy)
 
     def _commit(self, number: int, event: Replied, answer: Any, read: Read | None = None) -> None:
         """Commit an answer; ``read``: what it has shown."""
@@ -1245,7 +1244,7 @@ class Supervisor:
                 sometimes("a process is lost while it is asked for a snapshot")
                 instruction = self._lose(gone)
                 if instruction is not Instruction.RECOVER:
-                    raise self._error_to_raise(instruction) from None
+                    raise self.last_answer from None
             else:
                 self._stand(before)
                 return answer
@@ -1256,7 +1255,7 @@ class Supervisor:
         while instruction is Instruction.RECOVER:
             instruction = self._do_recover(None)
         if instruction is not Instruction.NOTHING:
-            raise self._error_to_raise(instruction) from None
+            raise self.last_answer from None
 
     def is_published(self) -> bool:
         """Tell whether there is a pending request, and it lies where the process finds it or waits for a process."""

@@ -39,8 +39,9 @@ from multienv import (
     create_subprocess_envs,
 )
 from multienv.envs.subprocess_env import supervisor_of
-from multienv.errors import ClosedError, EnvsFailedError, ResetNeededError
+from multienv.errors import ClosedError, EnvsFailedError, ResetNeededError, WorkerLostError
 from multienv.recovery.healing import Healing
+from multienv.recovery.supervisor import Supervisor
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
 pytestmark = pytest.mark.filterwarnings(
@@ -222,6 +223,23 @@ def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.Monk
         supervisor.take_back()
         assert env.step(STEP)[0][0] == 1
         assert (env.statistics().losses, env.statistics().exact_recoveries) == (1, 1)
+
+
+def test_loss_that_is_interrupted_before_its_error_is_raised_brings_no_earlier_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken_off(*_: Any) -> None:
+        raise Tick
+
+    with SubprocessEnv(ENDLESS, restart=RestartPolicy(on_crash="raise")) as env:
+        env.reset(seed=0)
+        env.step(STEP)
+        kill(env)
+        with monkeypatch.context() as patch, pytest.raises(Tick):
+            patch.setattr(Supervisor, "_drop_lost", broken_off)
+            env.step(STEP)
+        with pytest.raises(WorkerLostError):
+            env.step(STEP)
 
 
 def test_step_interrupted_after_its_number_is_published_costs_no_worker() -> None:
