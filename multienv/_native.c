@@ -178,9 +178,8 @@ typedef struct {
     Py_ssize_t offset;
 } Field;
 
-#define NAMES(X) X(acquire) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout) X(look_at_limits)               \
-    X(note_beginning) X(note_ends) X(note_starts) X(release) X(view) X(wanted)      \
-    X(with_infos)
+#define NAMES(X) X(acquire) X(apply_limits) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout)                  \
+    X(note_beginning) X(note_ends) X(note_starts) X(release) X(view) X(wanted) X(with_infos)
 #define CONSTANTS(X) X(LOOKING) X(MISSING) X(MultienvError) X(RUNNING) X(SAMPLE) X(monotonic) X(_BEGINS) X(_PATIENCE)
 
 #define DECLARE_NAME(word) static PyObject *s_##word;
@@ -958,7 +957,7 @@ look_after(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, lo
         is_due = wanted == NULL ? -1 : PyObject_IsTrue(wanted);
         Py_XDECREF(wanted);
     }
-    return is_due > 0 ? called(PyObject_CallMethodNoArgs(supervisor, s_look_at_limits)) : is_due;
+    return is_due > 0 ? called(PyObject_CallMethodNoArgs(supervisor, s_apply_limits)) : is_due;
 }
 
 /* Journals an answer, stores it and all that says so, and sees what is due after it. */
@@ -1183,7 +1182,7 @@ typedef struct {
 } Side;
 
 #define STEPPER(X)                                                                                                     \
-    X(reference) X(rest) X(note_error) X(finish) X(fail) X(write_payload) X(take_info) X(generators) X(words)       \
+    X(reference) X(rest) X(note_error) X(finish) X(fail) X(write_payload) X(take_info) X(generators) X(words)         \
     X(calls) X(decode) X(packer) X(is_verbatim)
 
 typedef struct {

@@ -24,7 +24,7 @@ from multienv.cluster.cluster import AGAIN, WATCH_EVERY, Cluster, Node, RayHost,
 from multienv.cluster.courier import Courier
 from multienv.cluster.options import RayOptions
 from multienv.errors import ClosedError, ClusterError, NoCapacityError, UsageError
-from multienv.processes.worker_process import undisturbed
+from multienv.processes.worker_process import run_uninterrupted
 from multienv.threads import Task
 
 # Seconds that a seat fails at once, after a host could not be made for it.
@@ -244,7 +244,7 @@ class RelayLauncher:
         """Launch a process; does not wait for it."""
         self._fleet.refuse_if_lost()
         # Undisturbed: a courier that is made when Ctrl-C comes must be known to the seat, or nobody ends its host.
-        return RelayChannel(undisturbed(self._seat.present), lambda name: (frames.LAUNCH, name, *self._how))
+        return RelayChannel(run_uninterrupted(self._seat.present), lambda name: (frames.LAUNCH, name, *self._how))
 
     def wake_kept(self, token: int) -> RelayChannel | None:
         """Wake the snapshot kept under this token; ``None``: its host is lost."""

@@ -29,13 +29,13 @@ from multienv.processes.environment import module_path, process_attributes, work
 from multienv.processes.launcher import Launch, method_of
 from multienv.processes.limits import limit_error
 from multienv.processes.serial import SerialChannel
-from multienv.processes.worker_process import undisturbed
+from multienv.processes.worker_process import run_uninterrupted
 from multienv.recovery.recoverer import Launcher
 from multienv.recovery.supervisor import Supervisor
 from multienv.recovery.turns import Turns
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
-from multienv.wire.messages import Build, Setting, foreign, seeds_from
+from multienv.wire.messages import Build, Setting, call_user_code, seeds_from
 from multienv.wire.shared_pickle import LARGE, SharedPickle, share
 from multienv.worker.host import Host
 from multienv.worker.main_module import main_script, refuse_while_importing
@@ -120,7 +120,7 @@ def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
     given: Any = {} if worker_env is None else worker_env
     if callable(worker_env):
         function = worker_env
-        given = foreign(
+        given = call_user_code(
             lambda: function(worker),
             lambda error: UsageError(
                 f"worker_env({worker}) raised {type(error).__name__}: {error}. It is called in the trainer, with the "
@@ -384,7 +384,7 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
         cloudpickle.register_pickle_by_value(main)
     try:
         data, buffers = pickled_env_fns(env_fns, LARGE if shares else None)
-    except Exception as error:  # pickling runs foreign code
+    except Exception as error:  # pickling runs code of the user
         env_fn = next((one for one in env_fns if not _can_be_pickled(one)), env_fns)
         why = culprit_in(env_fn, _can_be_pickled)
         raise UsageError(
@@ -394,8 +394,8 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
         ) from error
     if not shares or (len(data) < LARGE and not buffers):
         return data
-    try:  # undisturbed: a descriptor is made there
-        return undisturbed(partial(share, data, buffers))
+    try:  # uninterrupted, because a descriptor is made there
+        return run_uninterrupted(partial(share, data, buffers))
     except OSError as error:
         if error.errno is None:  # a signal handler's
             raise

@@ -65,15 +65,15 @@ live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
 
 
 @shielded
-def undisturbed(function: Callable[[], T]) -> T:
-    """Call a function so that no signal handler interrupts it.
+def run_uninterrupted(function: Callable[[], T]) -> T:
+    """Run a function in another thread, where no signal handler interrupts it, and return its result.
 
-    Between the system call that makes a descriptor and the line that notes it, a handler of the user's may raise, and
-    the descriptor is lost. (Ctrl-C is not raised there: see ``interrupts.py``.) Blocking signals does not help: another
-    thread, of BLAS for instance, takes the signal, and Python runs the handler in the main thread all the same. But
-    only there: a function that is called from the main thread therefore runs in a thread of its own. An exception of a
-    handler then finds the caller waiting; the result of the function is dropped, and its finalizer closes the
-    descriptors.
+    The problem: between the system call that makes a descriptor and the line that stores it, a signal handler of the
+    user may raise, and the descriptor is lost. (Ctrl-C is not raised there: see ``interrupts.py``.) To block signals
+    does not help: another thread, of BLAS for instance, takes the signal, and Python runs the handler in the main
+    thread all the same. It runs handlers nowhere else, so a function that is called in the main thread runs in a thread
+    of its own. If a handler raises meanwhile, it is the wait for that thread that is interrupted: the result of the
+    function is dropped, and its finalizer closes the descriptors.
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
@@ -93,7 +93,7 @@ def undisturbed(function: Callable[[], T]) -> T:
 
 
 class ProcessChannel(Channel):
-    """Talks to one process. To be made inside :func:`undisturbed`.
+    """Talks to one process. To be made inside :func:`run_uninterrupted`.
 
     Args:
         give: Gives the monitor the order that leads to the process; called with the descriptors that go with it.
@@ -302,7 +302,7 @@ class ProcessChannel(Channel):
         fate = self._news.fate
         if fate is not None and fate.snapshot is not None and not self._is_released:
             with SystemErrors():  # the monitor is gone, and the snapshot with it
-                return undisturbed(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self._resume))
+                return run_uninterrupted(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self._resume))
         return None
 
     def close(self, timeout: float, *, keep_memory: bool = False) -> bool:

@@ -20,7 +20,7 @@ from multienv.recovery.position import Loose, Position
 from multienv.wire.banks import ENDED, FAILED, IRREGULAR, NOT_RESET
 from multienv.wire.codecs import Codec, RowsReply, Transition, payload_of
 from multienv.wire.infos import NONE, Extras, Illegible, unpack_extras
-from multienv.wire.messages import Failure, Reset, foreign
+from multienv.wire.messages import Failure, Reset, call_user_code
 from multienv.wire.segment import Segment
 
 # Slot and failure → the error to raise.
@@ -166,7 +166,7 @@ class Answers:
     def plain(self, segment: Segment, number: int) -> RowsReply | Transition:
         """Return the answer to a plain step of which some infos are pickled. Raises Illegible."""
         payload = segment.read_reply_payload(number)  # without an irregular part: the rows hold all
-        extras, illegible = foreign(partial(self._extras, number, payload), Illegible)
+        extras, illegible = call_user_code(partial(self._extras, number, payload), Illegible)
         if self._codec.exact:
             return (*self._codec.transition(segment, number), _first_info(extras))
         reply = self._codec.rows(segment, number).with_extras(extras)
@@ -260,7 +260,7 @@ class Answers:
             observations.append(None)
             if row is not None:
                 try:
-                    observations[-1] = foreign(partial(pickle.loads, row), Illegible)
+                    observations[-1] = call_user_code(partial(pickle.loads, row), Illegible)
                 except Illegible as error:
                     errors.setdefault(slot, unreadable("step", error))
                     loose[slot] = self._position.loose_now[slot]  # the caller has not seen this observation
@@ -287,7 +287,7 @@ def call_answer(
             errors[slot] = error_of(slot, failures[slot])
         elif data is not None:
             try:
-                values[-1] = foreign(partial(pickle.loads, data), Illegible)
+                values[-1] = call_user_code(partial(pickle.loads, data), Illegible)
             except Illegible as error:
                 errors[slot] = unreadable(command, error)
     return values, errors

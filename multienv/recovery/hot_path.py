@@ -30,7 +30,7 @@ from multienv.wire.codecs import REWARD_TYPES, Codec
 from multienv.wire.infos import NO_COLUMNS, Extras, NumberInfos, described
 from multienv.wire.segment import REPLY, REQUEST, WORKER_SLEEPS
 
-# One step in so many is followed by a look at the limits.
+# After one step in so many the limits are applied: see Supervisor.apply_limits.
 SAMPLE = 63
 # Seconds that take() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
 _PATIENCE = 0.01
@@ -260,7 +260,7 @@ def take(  # noqa: C901 - one loop, because each call counts here
             if supervisor.answers.started == number:
                 supervisor.note_starts(number)
             elif not number & SAMPLE or (meaning and supervisor.maintenance.recycling.wanted):
-                supervisor.look_at_limits()
+                supervisor.apply_limits()
             if meaning and leaves_ends:
                 is_left = True
             else:

@@ -30,7 +30,7 @@ from multienv.sometimes import sometimes
 from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32, split_entries
 from multienv.wire.codecs import Codec
 from multienv.wire.infos import Illegible
-from multienv.wire.messages import Build, Description, Failure, Message, Replay, foreign, is_reset, pack_message
+from multienv.wire.messages import Build, Description, Failure, Message, Replay, call_user_code, is_reset, pack_message
 from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
@@ -212,7 +212,7 @@ class Recoverer:
                 break
         try:
             payload = channel.segment.read_reply_payload(number)
-            value = foreign(partial(pickle.loads, payload), Illegible)
+            value = call_user_code(partial(pickle.loads, payload), Illegible)
         except (EOFError, Illegible) as illegible:
             sometimes("the answer to a request of our own is unreadable")
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible

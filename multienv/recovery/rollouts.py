@@ -18,7 +18,7 @@ from multienv.reports.texts import original_of
 from multienv.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
 from multienv.wire.codecs import Codec
 from multienv.wire.infos import Extras, Illegible, NumberInfos, numbers_in
-from multienv.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, foreign
+from multienv.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, call_user_code
 from multienv.wire.rows import batch_of, leaf_spaces, nested, stacked
 from multienv.wire.segment import Segment
 
@@ -150,7 +150,7 @@ class RolloutReader:
     def _legible(self, reply: RolloutReply, run: Callable[[], Any]) -> Any:
         """Return what ``run`` unpickles; ``None``, and the reply has no values, if that cannot be done here."""
         try:
-            return foreign(run, Illegible)
+            return call_user_code(run, Illegible)
         except Illegible as illegible:
             error = unreadable("rollout", illegible)
             reply.errors = dict.fromkeys(range(self._codec.slots), error) | reply.errors

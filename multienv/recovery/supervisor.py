@@ -118,7 +118,7 @@ from multienv.wire.messages import (
     RolloutResult,
     TellGenerators,
     Unpicklable,
-    foreign,
+    call_user_code,
     is_recorded,
     pack_message,
     seeds_from,
@@ -441,7 +441,7 @@ class Supervisor:
             if message is BEGINNING and self._send_beginning(waits):
                 return
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
-                self.look_at_limits(resetting=getattr(message, "mask", None) is None)
+                self.apply_limits(resetting=getattr(message, "mask", None) is None)
             resets_all = isinstance(message, Reset) and message.mask is None
             if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
                 self._maintain(resetting=resets_all)
@@ -812,7 +812,7 @@ class Supervisor:
             entry = entry_of(bank, payload, evidence)
             journal.log(number, entry, payload if isinstance(message, LASTING) else b"")
         try:
-            answer = foreign(partial(self._answer, number, request, message, read), Illegible)
+            answer = call_user_code(partial(self._answer, number, request, message, read), Illegible)
         except Illegible as illegible:
             if failed or is_call:  # the reply itself is no pickle
                 sometimes("a reply is unreadable")
@@ -843,7 +843,7 @@ class Supervisor:
         assert channel is not None
         assert codec is not None
         try:
-            rolled = foreign(partial(pickle.loads, segment.read_reply_payload(number)), Illegible)
+            rolled = call_user_code(partial(pickle.loads, segment.read_reply_payload(number)), Illegible)
         except Illegible as illegible:
             sometimes("the reply to a rollout is unreadable")
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
@@ -892,7 +892,7 @@ class Supervisor:
         for number, generators in reply.starts:
             for slot, state in generators.items():
                 journal.note_start(slot, number, state, seconds)
-        self.look_at_limits()
+        self.apply_limits()
 
     def _count_time(self, channel: Channel) -> float:
         """Return the time that the envs took so far."""
@@ -931,7 +931,7 @@ class Supervisor:
             if self.answers.started == number:
                 self.note_starts(number)
             elif read.ended or not position.number & SAMPLE:
-                self.look_at_limits()
+                self.apply_limits()
             return
         if isinstance(message, Reset) and not failed:
             position.count_reset(message.seeds, message.touches)
@@ -939,7 +939,7 @@ class Supervisor:
             if self.answers.started == number:
                 self.note_starts(number)
         # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
-        self.look_at_limits()
+        self.apply_limits()
 
     def note_beginning(self, number: int) -> None:
         """Note that a single env was reset by a request that carries nothing."""
@@ -961,7 +961,7 @@ class Supervisor:
             seconds = self._count_time(channel)
             for slot, generators in self.answers.generators.items():
                 self.position.journal.note_start(slot, number, generators, seconds)
-            self.look_at_limits()
+            self.apply_limits()
 
     def resume(self) -> Any:
         """Return the answer to the pending request, or, if none is pending, the last answer once more."""
@@ -1032,7 +1032,7 @@ class Supervisor:
         self.position.spaces, codec.checks_actions = spaces, not spaces
         shown = codec.space, codec.action_space
         with contextlib.suppress(Illegible):
-            shown = foreign(partial(pickle.loads, spaces), Illegible) if spaces else shown
+            shown = call_user_code(partial(pickle.loads, spaces), Illegible) if spaces else shown
         if show is not None:
             show(shown)
 
@@ -1097,8 +1097,8 @@ class Supervisor:
 
     # --- by plan ----------------------------------------------------------------------------------
 
-    def look_at_limits(self, *, resetting: bool = False) -> None:
-        """Trim the journal, free dropped snapshots, and see whether something is due before the next request.
+    def apply_limits(self, *, resetting: bool = False) -> None:
+        """Trim the journal, free dropped snapshots, and find out whether something is due before the next request.
 
         Args:
             resetting: That request resets all envs.

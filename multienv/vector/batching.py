@@ -175,7 +175,7 @@ def action_splitter(
             whole = _by_leaf(space, actions, partial(_normal_leaf, count, name))
         except ActionError:
             raise
-        except Exception as error:  # looking at the actions runs foreign code
+        except Exception as error:  # looking at the actions runs code of the user
             # Of gymnasium's type, too: a scalar, and what else nobody can go through, is a TypeError there.
             what = f"{name}: {shown(actions)} is no batch for {count} envs with {space}: {error}. Nothing was sent."
             raise catchable_as(ActionError, error, what) from error

@@ -19,7 +19,7 @@ from gymnasium import spaces
 
 from multienv.errors import ActionError
 from multienv.wire.banks import HEAD, STEP, STEPPED, U32
-from multienv.wire.messages import dumps, foreign
+from multienv.wire.messages import call_user_code, dumps
 
 if TYPE_CHECKING:
     from multienv.wire.segment import Segment
@@ -139,10 +139,10 @@ def _encode_any(check: Callable[[Any], str], segment: Segment, number: int, acti
             f"The action {shown(action)} cannot be {what}: {shown(error)}. Nothing was sent."
         )
 
-    problem = foreign(lambda: check(action), refused("looked at"))
+    problem = call_user_code(lambda: check(action), refused("looked at"))
     if problem:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
-    payload = foreign(lambda: dumps(action), refused("pickled"))
+    payload = call_user_code(lambda: dumps(action), refused("pickled"))
     segment.write_request_payload(number, payload)
     HEAD.pack_into(segment.banks[number & 1].view, 0, STEP, PICKLED, STEPPED, 0, 0, number & U32, 0)
 
@@ -218,7 +218,7 @@ def own_copy(action: Any, name: str) -> Any:
         action: Of one env, or of several.
         name: Of the call, for messages.
     """
-    return foreign(
+    return call_user_code(
         lambda: copy.deepcopy(action),
         lambda error: ActionError(
             f"{name}: the action {shown(action)} cannot be copied: {shown(error)}. Nothing was sent."
@@ -230,5 +230,5 @@ def shown(value: object) -> str:
     """Return a short text of a value whose own code may raise."""
     try:
         return f"{value!r:.200}"
-    except Exception:  # foreign code
+    except Exception:  # code of the user
         return f"<a {type(value).__name__}>"

@@ -131,7 +131,7 @@ def evidence_of(value: Any) -> bytes:
             return blake2b(b"".join(parts(value)), digest_size=_DIGEST_BYTES).digest()
         except IncomparableError as error:
             return MARK + str(error).encode()[:_NAME_BYTES]
-        except Exception:  # noqa: S112 - foreign code
+        except Exception:  # noqa: S112 - code of the user
             continue
     return MARK + type(value).__name__.encode()[:_NAME_BYTES]
 
@@ -222,7 +222,7 @@ def _pickled_parts_of(value: Any) -> Iterator[bytes]:
     """Yield the pickle of a value if that is the same twice; raise :class:`IncomparableError` if it is not."""
     try:
         one, other = dumps(value), dumps(value)
-    except Exception as error:  # foreign code
+    except Exception as error:  # code of the user
         raise IncomparableError(type(value).__name__) from error
     if one != other:
         raise IncomparableError(type(value).__name__)

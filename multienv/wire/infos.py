@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from multienv.wire.messages import Failure, foreign
+from multienv.wire.messages import Failure, call_user_code
 
 # First byte of infos that are numbers. Pickles begin with 0x80.
 _NUMBERS = 1
@@ -138,7 +138,7 @@ class InfoPacker:
         """Pack infos as numbers; ``b""`` unless all slots have numbers of the same names and types."""
         if len(infos) != self._slots or any(type(info) is bytes for _, info in infos):  # pickled already
             return b""
-        try:  # keys, values and types may be foreign
+        try:  # keys, values and types may be the user's
             dicts = [info for _, info in infos]
             keys = list(chain.from_iterable(dicts))
             values = list(chain.from_iterable([info.values() for info in dicts]))
@@ -213,7 +213,7 @@ def unpack_extras(payload: bytes, start: int = 0) -> tuple[Extras, dict[int, Exc
     illegible: dict[int, Exception] = {}
     for slot, data in pickled:
         try:
-            infos.append((slot, foreign(partial(pickle.loads, data), Illegible)))
+            infos.append((slot, call_user_code(partial(pickle.loads, data), Illegible)))
         except Illegible as error:
             illegible[slot] = error
     return Extras(infos, failures, None, generators, spaces), illegible

@@ -368,7 +368,7 @@ def pack_message(message: Message) -> bytes:
     """Return the payload of a message. Raises :class:`Unpicklable`."""
     if message is BEGINNING:
         return b""
-    return foreign(lambda: dumps(message), lambda error: Unpicklable(error))
+    return call_user_code(lambda: dumps(message), lambda error: Unpicklable(error))
 
 
 # What the pickle of a Reset begins with, behind the eleven bytes that tell its length.
@@ -376,20 +376,20 @@ _LENGTH, _RESET = 11, pickle.dumps(Reset, protocol=5)[11:-1]
 
 
 def is_reset(kind: int, payload: bytes) -> bool:
-    """Tell whether a request is a reset; nothing is unpickled, which would run foreign code."""
+    """Tell whether a request is a reset; nothing is unpickled, which would run code of the user."""
     return kind == BEGIN or payload.startswith(_RESET, _LENGTH)
 
 
 def message_of(kind: int, payload: bytes) -> Message:
-    """Return the message of a request that is not a step; unpickling runs foreign code."""
+    """Return the message of a request that is not a step; unpickling runs code of the user."""
     if kind == BEGIN:
         return BEGINNING
     message: Message = pickle.loads(payload)
     return message
 
 
-def foreign(run: Callable[[], T], wrap: Callable[[Exception], Exception]) -> T:
-    """Return what code of the user's returns; what it raises is raised wrapped."""
+def call_user_code(run: Callable[[], T], wrap: Callable[[Exception], Exception]) -> T:
+    """Call a function that runs code of the user, like unpickling; raise its exceptions as ``wrap(exception)``."""
     try:
         return run()
     except Exception as error:
@@ -400,7 +400,7 @@ def dumps(value: Any) -> bytes:
     """Pickle for another process: by value what ``__main__`` defines here, lambdas, and what else has no name there."""
     try:
         data = pickle.dumps(value, protocol=5)
-    except Exception:  # pickling runs foreign code
+    except Exception:  # pickling runs code of the user
         data = b"__main__"
     # Also "__mp_main__": the main script in a multiprocessing child.
     return cloudpickle.dumps(value) if b"_main__" in data else data

@@ -64,7 +64,7 @@ class SharedPickle:
 
         Raises:
             OSError: The file cannot be mapped.
-            Exception: What unpickling raises: it runs foreign code.
+            Exception: What unpickling raises: it runs code of the user.
         """
         first = min(offset for offset, _ in self.places)
         end = max(offset + size for offset, size in self.places)

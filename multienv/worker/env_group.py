@@ -93,7 +93,7 @@ class EnvGroup:
 
     def calls_are_current(self) -> bool:
         """Tell whether each env's ``step`` is unchanged; called after each request that is not a step."""
-        with contextlib.suppress(Exception):  # foreign code
+        with contextlib.suppress(Exception):  # code of the user
             return [env.step for env in self.envs] == self._steps
         return True
 

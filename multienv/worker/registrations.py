@@ -70,6 +70,6 @@ def built(env_fn: Any, specs: bytes, others: Sequence[gymnasium.Env[Any, Any]] =
 def _is_picklable(spec: EnvSpec) -> bool:
     try:
         cloudpickle.dumps(spec)
-    except Exception:  # pickling runs foreign code
+    except Exception:  # pickling runs code of the user
         return False
     return True
