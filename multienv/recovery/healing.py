@@ -6,9 +6,9 @@ from multienv.config import RestartPolicy
 from multienv.errors import MultienvError, RestartBudgetExceeded
 from multienv.events import Loss, Outcome
 from multienv.processes.channel import Channel, Fate
-from multienv.recovery.policy import Effort
+from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
-from multienv.recovery.recoverer import Found, Recoverer, Unrecoverable
+from multienv.recovery.recoverer import RecoveredEnvs, Recoverer, Unrecoverable
 from multienv.recovery.reporter import Reporter
 from multienv.recovery.state_machine import Instruction, Kind, NotRecovered, Recovered, State
 from multienv.reports.texts import what_happened
@@ -22,7 +22,7 @@ class Healing:
         lost: The channel of the lost process.
         fate: How that process ended, and which snapshot it left. Not the ``Gone``: its traceback would keep the segment
             mapped.
-        effort: What it takes to bring the envs back.
+        progress: What it takes to bring the envs back.
         repeats: The process was itself brought back for this request, with more of the past than it had to have. That
             past may be the cause, so a short replay is tried first.
 
@@ -31,13 +31,13 @@ class Healing:
         processes: How many the request has ended, once the envs are brought back.
     """
 
-    def __init__(self, lost: Channel, fate: Fate, effort: Effort, *, repeats: bool = False) -> None:
-        self.lost, self.fate, self.effort = lost, fate, effort
+    def __init__(self, lost: Channel, fate: Fate, progress: RecoveryProgress, *, repeats: bool = False) -> None:
+        self.lost, self.fate, self.progress = lost, fate, progress
         self._repeats = repeats
         self.loss: Loss | None = None
         self.processes = 0
 
-    def recover(self, recoverer: Recoverer, position: Position) -> Found:
+    def recover(self, recoverer: Recoverer, position: Position) -> RecoveredEnvs:
         """Bring the envs back, with one charge to the budget and one deadline.
 
         From the snapshot, else by the journal; the second time by a short replay if possible. A simulator may fail
@@ -48,19 +48,19 @@ class Healing:
             BudgetSpentError: The policy allows no further restart.
             Unrecoverable: Nothing leads back.
         """
-        effort, journal = self.effort, position.journal
-        recoverer.arm(effort)
-        recoverer.admit(effort, position.steps)
+        progress, journal = self.progress, position.journal
+        recoverer.arm(progress)
+        recoverer.admit(progress, position.steps)
         found = self._shortly_replayed(recoverer, position) if self._repeats else None
-        found = found or recoverer.wake(self.lost, journal.since, effort, self.fate)
+        found = found or recoverer.wake(self.lost, journal.since, progress, self.fate)
         if found is None:
             self.let_go()  # first: there may be no descriptors for a lost process and its replacement at a time
-        return found or recoverer.bring_back(position.build, journal.plans(), effort, journal.why_no_plan())
+        return found or recoverer.bring_back(position.build, journal.plans(), progress, journal.why_no_plan())
 
-    def _shortly_replayed(self, recoverer: Recoverer, position: Position) -> Found | None:
+    def _shortly_replayed(self, recoverer: Recoverer, position: Position) -> RecoveredEnvs | None:
         sometimes("a process with all of its past is lost with the next request")
         try:
-            found = recoverer.bring_back(position.build, position.journal.plans(near=True), self.effort)
+            found = recoverer.bring_back(position.build, position.journal.plans(near=True), self.progress)
         except Unrecoverable:
             sometimes("no short replay leads back")
             return None
@@ -109,7 +109,7 @@ class Healing:
         reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
         if reasons:  # all that differs may be about to be reset
             return "truncated" if after.skipped or truncated else "reset", reasons[0]
-        return ("exact", "") if self.effort.is_exact else ("replayed", reservation)
+        return ("exact", "") if self.progress.is_exact else ("replayed", reservation)
 
     def error(self, instruction: Instruction, state: State, reporter: Reporter, policy: RestartPolicy) -> MultienvError:
         """Build the error for an instruction to raise."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from multienv.processes.channel import Channel
 from multienv.recovery.journal import Plan
-from multienv.recovery.policy import Effort
+from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
 from multienv.recovery.recoverer import NotBuilt, Recoverer, RequestFailedError, Unrecoverable
 from multienv.sometimes import sometimes
@@ -19,7 +19,7 @@ class Replacement(NamedTuple):
     """Says what came of a replacement by plan.
 
     Attributes:
-        effort: What it took.
+        progress: What it took.
         reason: Why there is none, or why what goes on is not exact; or ``""``.
         channel: To the new process; ``None``: there is none.
         build: The request that built its envs.
@@ -28,7 +28,7 @@ class Replacement(NamedTuple):
         is_built: The envs could be built.
     """
 
-    effort: Effort
+    progress: RecoveryProgress
     reason: str = ""
     channel: Channel | None = None
     build: Build | None = None
@@ -52,27 +52,27 @@ def replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, 
         generators: Slot → state of its random generators, of envs that are to be new ones because they are between two
             episodes. The others are replayed.
     """
-    effort, journal, memory = recoverer.begin(planned=True), position.journal, position.journal.memory
+    progress, journal, memory = recoverer.begin(planned=True), position.journal, position.journal.memory
     is_anew = len(generators) == journal.slots
     if memory.has_shown and not is_anew:
-        return Replacement(effort, memory.reservation)
+        return Replacement(progress, memory.reservation)
     try:
         if is_anew:
             build = replace(position.build, generators=generators)
-            channel, lasting = recoverer.begin_anew(build, effort, journal.all_lasting() if journal.replaying else ())
-            return Replacement(effort, "", channel, build, lasting)
+            channel, lasting = recoverer.begin_anew(build, progress, journal.all_lasting() if journal.replaying else ())
+            return Replacement(progress, "", channel, build, lasting)
         build = replace(position.build, generators={**position.build.generators, **generators})
         # A short replay: a replay of the whole past would repeat what leaked.
         plans = journal.plans(near=True, anew=generators)
-        found = recoverer.bring_back(build, plans, effort, journal.why_no_plan(), generators)
+        found = recoverer.bring_back(build, plans, progress, journal.why_no_plan(), generators)
     except (Unrecoverable, RequestFailedError, OSError) as reason:
         if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
             raise
         sometimes("a replacement by plan fails")
-        return Replacement(effort, str(reason), is_built=not isinstance(reason, NotBuilt))
+        return Replacement(progress, str(reason), is_built=not isinstance(reason, NotBuilt))
     if not found.mismatches.keys() <= generators.keys():
         sometimes("a replacement by plan differs")
         found.channel.kill()
         found.channel.release()
-        return Replacement(effort, next(iter(found.mismatches.values())))
-    return Replacement(effort, "", found.channel, build, plan=found.plan)
+        return Replacement(progress, next(iter(found.mismatches.values())))
+    return Replacement(progress, "", found.channel, build, plan=found.plan)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from multienv.errors import WorkerLostError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics, call_hooks
 from multienv.processes.channel import Channel, Gone
-from multienv.recovery.policy import Effort
+from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
 from multienv.reports.crash import Case, CrashReports
 from multienv.reports.texts import env_error, lost_error, named, outcome_text, what_happened
@@ -154,23 +154,23 @@ class Reporter:
         self.queue[self] = None
         return loss
 
-    def recovering(self, doing: str, effort: Effort) -> None:
+    def recovering(self, doing: str, progress: RecoveryProgress) -> None:
         """Log what a recovery or a replacement by plan is doing if it takes long."""
-        what = "being moved to a new process" if effort.planned else "being recovered"
-        seconds = time.monotonic() - effort.began
+        what = "being moved to a new process" if progress.planned else "being recovered"
+        seconds = time.monotonic() - progress.began
         verb = "are" if len(self.envs) > 1 else "is"
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
-    def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> Recovery:
+    def recovery(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> Recovery:
         """Count the outcome of a loss, and log one warning that describes both."""
         recovery = Recovery(
             loss,
             outcome,
             reason,
-            effort.replayed,
-            effort.attempts,
-            time.monotonic() - effort.began,
-            effort.method if outcome in ("exact", "replayed") else "",
+            progress.replayed,
+            progress.attempts,
+            time.monotonic() - progress.began,
+            progress.method if outcome in ("exact", "replayed") else "",
             self.reports.path,
         )
         self.reports.close(recovery)
@@ -182,7 +182,7 @@ class Reporter:
         self._exact += outcome == "exact"
         self._repeated += outcome == "replayed"
         self._truncated += outcome == "truncated"
-        self._replayed += effort.replayed
+        self._replayed += progress.replayed
         self.events += new
         self.queue[self] = None
         return recovery
@@ -207,16 +207,20 @@ class Reporter:
         self.queue[self] = None
 
     def recycling(
-        self, why: str, outcome: Literal["exact", "replayed", "reset", "put off"], reason: str, effort: Effort
+        self,
+        why: str,
+        outcome: Literal["exact", "replayed", "reset", "put off"],
+        reason: str,
+        progress: RecoveryProgress,
     ) -> None:
         """Note that a process was replaced by plan, or could not be."""
-        seconds = time.monotonic() - effort.began
+        seconds = time.monotonic() - progress.began
         self._recycled += outcome != "put off"
         if outcome == "put off":
             logger.warning("%s: its process is not replaced, %s: %s", self.name, why, reason)
         else:
             logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
-        self.events += self._for_hooks(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
+        self.events += self._for_hooks(Recycled(self.index, why, outcome, reason, progress.replayed, seconds))
         self.queue[self] = None
 
     def call_at_last(self, call: Callable[[None], object]) -> None:

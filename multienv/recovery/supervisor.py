@@ -61,12 +61,12 @@ from multienv.recovery.hot_path import (
 from multienv.recovery.journal import Journal, Plan, furthest_replay
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
-from multienv.recovery.policy import Effort
+from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
 from multienv.recovery.recoverer import (
     BudgetSpentError,
-    Found,
     Launcher,
+    RecoveredEnvs,
     Recoverer,
     RequestFailedError,
     Unrecoverable,
@@ -297,15 +297,15 @@ class Supervisor:
         """Launch the first process and ask it to build the envs; one that replaces a lost one is charged."""
         healing = self.healing
         if healing is not None:
-            effort = healing.effort
-            effort.turn = None  # each of these deaths is charged
+            progress = healing.progress
+            progress.begins_at = None  # each of these deaths is charged
             try:
-                self.recoverer.admit(effort, self.position.steps)
+                self.recoverer.admit(progress, self.position.steps)
             except (BudgetSpentError, Unrecoverable):
                 self._tell(healing, "raised", "the budget of restarts is spent")
                 self.drop()
                 return self._happen(BudgetSpent())
-            effort.attempts += 1
+            progress.attempts += 1
             self.recoverer.restarts += 1
         self.channel, self._building = self.recoverer.launch(self.position.build)
         self.recoverer.handed_over()
@@ -598,7 +598,7 @@ class Supervisor:
 
     def _tell(self, healing: Healing, outcome: Outcome, reason: str) -> None:
         assert healing.loss is not None
-        self.reporter.recovery(healing.loss, outcome, reason, healing.effort)
+        self.reporter.recovery(healing.loss, outcome, reason, healing.progress)
 
     def _case(self, pending: bytes) -> Case | None:
         """Return the data for a crash report; ``None`` if no reports are wanted."""
@@ -630,10 +630,10 @@ class Supervisor:
             build = replace(build, seeds=seeds_from(*build.seeds))
         build = replace(build, draws=tuple(draw + 1 for draw in build.draws), generators={})
         position.build = build  # first: another try draws other numbers
-        effort = self.recoverer.begin(planned=self.healing is None)
+        progress = self.recoverer.begin(planned=self.healing is None)
         lasting = journal.all_lasting() if journal.replaying else ()
         try:
-            channel, lasting = self.recoverer.begin_anew(build, effort, lasting)
+            channel, lasting = self.recoverer.begin_anew(build, progress, lasting)
         except RequestFailedError as failed:
             failed.with_traceback(None)  # its frames would keep the segment mapped
             error = self.reporter.error_of(-1, failed.failure, "initialize")
@@ -701,8 +701,8 @@ class Supervisor:
         except Gone as gone:
             healing = self.healing
             if healing is None or healing.lost is not channel:
-                effort = self.recoverer.begin() if healing is None else healing.effort
-                healing = self.healing = Healing(channel, gone.fate, effort)
+                progress = self.recoverer.begin() if healing is None else healing.progress
+                healing = self.healing = Healing(channel, gone.fate, progress)
             if healing.loss is None:
                 healing.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, self._case(b""))
             return Lost(gone.cause, -1, gone.is_from_outside)
@@ -716,7 +716,7 @@ class Supervisor:
             gone = self.channel.kill(detail=_INTERRUPTED)
             gone.detail, self._why_lost = self._why_lost or gone.detail, ""
             return self._lose(gone)
-        found: Found | None = None
+        found: RecoveredEnvs | None = None
         try:
             found = healing.recover(self.recoverer, self.position)
         except BudgetSpentError:
@@ -731,8 +731,8 @@ class Supervisor:
         self.refuse_if_closed("collect", None if found is None else found.channel)
         if found is not None:
             is_long = self.position.journal.can_be_shorter(found.plan)
-            self._go_on_from(found.plan, found.mismatches, healing.effort)
-            self.adopt(found.channel, healing.effort.replayed)
+            self._go_on_from(found.plan, found.mismatches, healing.progress)
+            self.adopt(found.channel, healing.progress.replayed)
             self._is_long = is_long
         after, instruction = decide(self.state, event, self.rules)
         after = interned(after)
@@ -744,10 +744,10 @@ class Supervisor:
         self._become(after, instruction)
         return instruction
 
-    def _go_on_from(self, plan: Plan | None, lost: Iterable[int], effort: Effort) -> None:
+    def _go_on_from(self, plan: Plan | None, lost: Iterable[int], progress: RecoveryProgress) -> None:
         """Note that the envs are those that a replay has led to; ``None``: a snapshot. Those in ``lost`` are others."""
         journal = self.position.journal
-        effort.is_exact = plan is None or not plan.resets or journal.begins_anew
+        progress.is_exact = plan is None or not plan.resets or journal.begins_anew
         if plan is not None:
             journal.go_on_from(plan)
             journal.lose(lost)
@@ -1155,7 +1155,7 @@ class Supervisor:
             if warning:
                 logger.warning(warning)
         replacement = replaced(self.recoverer, position, generators)
-        process, effort, reason = replacement.channel, replacement.effort, replacement.reason
+        process, progress, reason = replacement.channel, replacement.progress, replacement.reason
         self.refuse_if_closed("step", process)
         if process is not None and replacement.build is not None:
             sometimes("a process is replaced by plan")
@@ -1163,20 +1163,20 @@ class Supervisor:
                 self._begin_anew(replacement.build, replacement.lasting)
             else:
                 position.build = replacement.build
-                self._go_on_from(replacement.plan, replacement.plan.missing, effort)
-            self.adopt(process, effort.replayed)
+                self._go_on_from(replacement.plan, replacement.plan.missing, progress)
+            self.adopt(process, progress.replayed)
             self._stand(before)
-            outcome: Any = "exact" if effort.is_exact else "replayed"
+            outcome: Any = "exact" if progress.is_exact else "replayed"
             outcome = "reset" if replacement.plan is None else outcome
             reason = position.journal.memory.reservation if outcome == "replayed" else ""
-            reporter.recycling(why, outcome, reason, effort)
+            reporter.recycling(why, outcome, reason, progress)
             return
         maintenance.put_off(is_built=replacement.is_built)
         sometimes("a process that has ended first is not replaced", ends_first)
         sometimes("a replacement by plan is put off", not ends_first)
         if ends_first:
             self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
-        reporter.recycling(why, "put off", reason, effort)
+        reporter.recycling(why, "put off", reason, progress)
 
     def _is_between_episodes(self) -> bool:
         """Tell whether the episodes of all envs have ended, and none has begun since."""
