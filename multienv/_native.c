@@ -272,7 +272,7 @@ number_at(PyObject *object, const char *name, Py_ssize_t *number)
 }
 
 /* Numbers of multienv.wire, and types of numpy, learned when they are first needed. */
-#define BANKS(X) X(STEP) X(SKIPPED) X(IRREGULAR)
+#define BANKS(X) X(STEP) X(SKIPPED) X(PICKLED_ROWS)
 #define ACTIONS(X) X(INT) X(ARRAY)
 #define WORDS(X) X(REQUEST) X(REPLY) X(REPLY_PAYLOAD) X(WORKER_SLEEPS) X(TRAINER_SLEEPS) X(SLOT) X(BUSY)
 #define DECLARE_NUMBER(word) static Py_ssize_t word;
@@ -1465,7 +1465,7 @@ answer(Stepper *self, Side *side, PyObject *number, int64_t request, Beside *bes
         return -1;
     }
     int is_more = beside->infos != NULL && (PyList_GET_SIZE(beside->infos) || PyDict_GET_SIZE(beside->failures));
-    if (is_more || PyDict_GET_SIZE(self->generators) || flags & IRREGULAR) {
+    if (is_more || PyDict_GET_SIZE(self->generators) || flags & PICKLED_ROWS) {
         if (begin_beside(self, beside) < 0 ||
             called(PyObject_CallFunctionObjArgs(self->finish, number, side->side, beside->infos, beside->failures,
                                                 NULL)) < 0) {

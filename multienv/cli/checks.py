@@ -778,7 +778,7 @@ def strike(patient: Patient, manner: KillManner, restart: RestartPolicy, **optio
 
 def _reason(recovery: Recovery) -> str:
     """Return why a recovery was not exact; leave out that the process was killed."""
-    return recovery.reason.partition("It cannot be brought back: ")[2] or recovery.reason
+    return recovery.reason.partition("It cannot be recovered: ")[2] or recovery.reason
 
 
 def _outgrows_replays(patient: Patient) -> bool:

@@ -328,7 +328,7 @@ def _shut_down() -> None:
     An exception that a signal handler raises meanwhile (a second Ctrl-C) ends the wait: the monitor then kills them.
     """
     global _client, _is_shutting_down
-    # Or a thread that is woken by its worker's end would bring the env back and hang once more.
+    # Else a thread that waits for a worker would see the worker end, recover its env and hang once more.
     _is_shutting_down = True
     client, _client = _client, None
     if client is not None:

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from multienv.errors import ResultNotPicklableError
-from multienv.recovery.position import Loose, Position
-from multienv.wire.banks import ENDED, FAILED, IRREGULAR, NOT_RESET
+from multienv.recovery.position import PickledRows, Position
+from multienv.wire.banks import ENDED, FAILED, NOT_RESET, PICKLED_ROWS
 from multienv.wire.codecs import Codec, RowsReply, Transition, payload_of
 from multienv.wire.infos import NONE, Extras, Illegible, unpack_extras
 from multienv.wire.messages import Failure, Reset, call_user_code
@@ -49,18 +49,18 @@ class Read:
 
     Attributes:
         number: Of the request.
-        evidence, irregular, rest: The payload, see ``ReplyPayload``.
-        seen, loose: What these become, see ``Position``.
+        evidence, pickled, rest: The payload, see ``ReplyPayload``.
+        seen, pickled_rows: The new values of these attributes of ``Position``.
         ended: A step ended an episode.
         truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
     """
 
     number: int
     evidence: bytes
-    irregular: bytes
+    pickled: bytes
     rest: bytes
     seen: int
-    loose: Loose
+    pickled_rows: PickledRows
     ended: bool = False
     truncated_errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ class Answers:
 
     def read(self, segment: Segment, number: int) -> Read:
         """Return the reply as it travelled. Raises nothing: all of it is bytes."""
-        return Read(number, *payload_of(segment, number), self._position.seen, self._position.loose)
+        return Read(number, *payload_of(segment, number), self._position.seen, self._position.pickled_rows)
 
     def step(self, segment: Segment, read: Read, skipped: Skipped) -> RowsReply | Transition | Exception:
         """Return what a reply to a step shows: rows, those of skipped slots as honest truncations, or a transition.
@@ -161,11 +161,11 @@ class Answers:
         assert segment is not None
         reply = self._codec.rows(segment, self._position.seen)
         reply.rewards[:], reply.terminated[:], reply.truncated[:] = 0.0, False, True
-        return reply.with_extras(Extras(infos, {}, self._loose_observations(self._position.loose_now, {})))
+        return reply.with_extras(Extras(infos, {}, self._unpickled_rows(self._position.pickled_rows_now, {})))
 
     def plain(self, segment: Segment, number: int) -> RowsReply | Transition:
         """Return the answer to a plain step of which some infos are pickled. Raises Illegible."""
-        payload = segment.read_reply_payload(number)  # without an irregular part: the rows hold all
+        payload = segment.read_reply_payload(number)  # without a pickled part: the rows hold all
         extras, illegible = call_user_code(partial(self._extras, number, payload), Illegible)
         if self._codec.exact:
             return (*self._codec.transition(segment, number), _first_info(extras))
@@ -178,7 +178,7 @@ class Answers:
         if self._codec.exact:
             return self._last_observation(segment, 0)
         if not self._codec.has_rows:
-            return self._position.loose_now
+            return self._position.pickled_rows_now
         return [leaf.copy() for leaf in self._codec.rows(segment, self._position.seen).leaves]
 
     def _extras(self, number: int, rest: bytes) -> tuple[Extras, dict[int, Exception]]:
@@ -193,13 +193,13 @@ class Answers:
         return extras, illegible
 
     def _reply(self, segment: Segment, read: Read, command: str) -> tuple[RowsReply, Extras]:
-        number, loose = read.number, self._position.loose_now
-        if segment.banks[number & 1].view[3] & IRREGULAR:
-            pairs = zip(loose, pickle.loads(read.irregular), strict=True)
-            loose = [old if new is None else new for old, new in pairs]
+        number, pickled_rows = read.number, self._position.pickled_rows_now
+        if segment.banks[number & 1].view[3] & PICKLED_ROWS:
+            pairs = zip(pickled_rows, pickle.loads(read.pickled), strict=True)
+            pickled_rows = [old if new is None else new for old, new in pairs]
         elif self._codec.exact:
-            loose = [None]
-        read.seen, read.loose = number, (number, loose)
+            pickled_rows = [None]
+        read.seen, read.pickled_rows = number, (number, pickled_rows)
         reply = self._codec.rows(segment, number)
         extras, illegible = self._extras(number, read.rest)
         reply.errors = {slot: self._error_of(slot, failure) for slot, failure in extras.failures.items()}
@@ -208,7 +208,7 @@ class Answers:
 
     def _unwrapped(self, segment: Segment, read: Read, extras: Extras) -> Transition:
         """Return the transition of a single env. Raises what unpickling it raises."""
-        _, (row,) = read.loose
+        _, (row,) = read.pickled_rows
         return (*self._codec.transition(segment, read.number, row), _first_info(extras))
 
     def _finish(self, segment: Segment, read: Read, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
@@ -231,7 +231,7 @@ class Answers:
                     infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": final_info}
                     continue
             self._show_again(segment, slot, reply)
-        extras.observations = self._loose_observations(read.loose[1], reply.errors)
+        extras.observations = self._unpickled_rows(read.pickled_rows[1], reply.errors)
         if infos:
             extras.infos = sorted(infos.items())
         reply.extras = extras if extras.infos or extras.observations is not None else None
@@ -244,26 +244,26 @@ class Answers:
                 leaf[slot] = old[slot]
 
     def _last_observation(self, segment: Segment, slot: int) -> Any:
-        seen, row = self._position.seen, self._position.loose_now[slot]
+        seen, row = self._position.seen, self._position.pickled_rows_now[slot]
         if self._codec.exact:
             return self._codec.observation(segment, seen, row) if seen else None
         if self._codec.has_rows:
             return self._codec.row(segment, seen, slot) if seen else None
         return None if row is None else pickle.loads(row)
 
-    def _loose_observations(self, loose: list[bytes | None], errors: dict[int, Exception]) -> Any:
+    def _unpickled_rows(self, pickled_rows: list[bytes | None], errors: dict[int, Exception]) -> Any:
         """Return the observations that have no rows; those that cannot be unpickled here become ``errors``."""
         if self._codec.has_rows:
             return None
         observations: list[Any] = []
-        for slot, row in enumerate(loose):
+        for slot, row in enumerate(pickled_rows):
             observations.append(None)
             if row is not None:
                 try:
                     observations[-1] = call_user_code(partial(pickle.loads, row), Illegible)
                 except Illegible as error:
                     errors.setdefault(slot, unreadable("step", error))
-                    loose[slot] = self._position.loose_now[slot]  # the caller has not seen this observation
+                    pickled_rows[slot] = self._position.pickled_rows_now[slot]  # the caller has not seen this one
         return observations
 
 

@@ -264,7 +264,7 @@ class Pending:
     def _tell_of_silence(self, channel: Channel, name: str) -> None:
         """Log that the request has waited for ``SILENCE`` seconds, and where its process is."""
         option = deadline_of(name)
-        advice = f"Deadlines({option}=seconds) to have it healed"
+        advice = f"Deadlines({option}=seconds) to have it recovered"
         if self._limits.finds(option):
             advice = f"{advice}: 'auto' has no number before 20 steps, and 3 resets"
         elif option in ("step", "reset"):

@@ -47,7 +47,7 @@ _BUILDING = -2
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
-    """Raised when the envs cannot be brought back exactly; the message says why."""
+    """Raised when the envs cannot be recovered; the message says why."""
 
 
 class NotBuilt(Unrecoverable):
@@ -98,7 +98,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecoveredEnvs:
-    """Envs that were brought back.
+    """Holds envs that were recovered.
 
     Attributes:
         channel: Of their process.
@@ -112,7 +112,7 @@ class RecoveredEnvs:
 
 
 class Recoverer:
-    """Starts the processes of one worker and brings its envs back in them.
+    """Starts the processes of one worker and recovers its envs in them.
 
     Args:
         launcher: Where processes come from.
@@ -356,7 +356,7 @@ class Recoverer:
         fate: Fate,
         tries: int = LOSSES,
     ) -> RecoveredEnvs | None:
-        """Bring the envs back from the forked snapshot that a lost process left; ``None`` if that fails.
+        """Recover the envs from the forked snapshot that a lost process left; ``None`` if that fails.
 
         A woken copy first takes another snapshot. If the copy is killed from outside before it is handed over, that
         one is woken, up to so many times.
@@ -428,11 +428,11 @@ class Recoverer:
             sometimes("what follows a woken snapshot differs")
             self._let_go(channel)
             return None
-        sometimes("a snapshot brings the envs back")
+        sometimes("a snapshot recovers the envs")
         progress.method = "snapshot"
         return RecoveredEnvs(channel, {})
 
-    def bring_back(
+    def recover_by_replay(
         self,
         build: Build,
         plans: Iterable[Plan],
@@ -440,7 +440,7 @@ class Recoverer:
         reason: str = UNKNOWN,
         anew: Collection[int] = (),
     ) -> RecoveredEnvs:
-        """Bring the envs back in a new process, by the first of these plans on which no slot differs, else by the last.
+        """Recover the envs in a new process, by the first of these plans on which no slot differs, else by the last.
 
         Args:
             build: What builds the envs.
@@ -490,8 +490,8 @@ class Recoverer:
                     self._let_go(channel)
                     raise
                 if mismatches.keys() <= set(anew) or (is_last and len(mismatches) < self.codec.slots):
-                    sometimes("a replay of the journal brings the envs back")
-                    sometimes("a replay brings some envs of a batch back and others not", mismatches)
+                    sometimes("a replay of the journal recovers the envs")
+                    sometimes("a replay recovers some envs of a batch and others not", mismatches)
                     progress.method = "journal"
                     return RecoveredEnvs(channel, mismatches, plan)
                 sometimes("a replay differs, and another one is tried", not is_last)

@@ -64,7 +64,7 @@ def replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, 
         build = replace(position.build, generators={**position.build.generators, **generators})
         # A short replay: a replay of the whole past would repeat what leaked.
         plans = journal.plans(near=True, anew=generators)
-        found = recoverer.bring_back(build, plans, progress, journal.why_no_plan(), generators)
+        found = recoverer.recover_by_replay(build, plans, progress, journal.why_no_plan(), generators)
     except (Unrecoverable, RequestFailedError, OSError) as reason:
         if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
             raise

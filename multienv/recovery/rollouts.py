@@ -129,7 +129,7 @@ class RolloutReader:
             read = answers.read(aside, number)
             reply.entries.append(entry_of(bank, request_payload, read.evidence))
             take(read, skipped, reply, shown)
-            scratch.seen, scratch.loose = read.seen, read.loose
+            scratch.seen, scratch.pickled_rows = read.seen, read.pickled_rows
             if answers.started == number:
                 reply.starts.append((number, answers.generators))
             if read.seen != number:  # it shows nothing: what was seen last is seen once more

@@ -1,14 +1,14 @@
 """Keeps the envs of one worker alive: what is asked, what is answered, and what happens when the process is lost.
 
 A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). What a state means and what
-follows from an event is decided in ``state_machine``; how envs are brought back, by a ``Healing`` for each loss. Plain
+follows from an event is decided in ``state_machine``; how envs are recovered, by a ``Healing`` for each loss. Plain
 steps, of many workers at once, are asked and taken in ``hot_path``. What the caller has seen of the worker is its
 ``Position``.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
 and the next call collects it: reading a reply does not use it up, and an answer is committed at once with all that says
 so. Another signal handler may raise anywhere. If it does while a process is being asked, the process is lost, and the
-request was never made (``take_back``): the next call brings the envs back to where the caller saw them last.
+request was never made (``take_back``): the next call recovers the envs to where the caller saw them last.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_B
 
 
 class RecoveryDue(Exception):  # noqa: N818 - internal
-    """A process must be brought back or built first: call ``collect()`` in a thread, or wait there."""
+    """A lost process must be recovered, or the envs built, first: call ``collect()`` in a thread, or wait there."""
 
 
 # All there are in this process.
@@ -185,7 +185,7 @@ class Supervisor:
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
         path: The last events and the states that they led to, but for those of plain steps.
         channel: To the present process, or to the last one that was lost.
-        healing: The loss that is being healed; ``None``: none is.
+        healing: The loss whose envs are being recovered; ``None``: there is none.
         reporter: Counts and reports what happens to the envs.
         on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
@@ -289,7 +289,7 @@ class Supervisor:
             if self.description is None or self.state.process is Process.BUILDING:
                 check_seconds("timeout", timeout, zero=True)
                 self.start()
-                self._carry_out(timeout, heal=True)
+                self._carry_out(timeout, recover=True)
             assert self.description is not None
             return self.description
 
@@ -336,12 +336,12 @@ class Supervisor:
         self._publish()
         return True
 
-    def collect(self, timeout: float | None = None, heal: bool = True) -> Any:
+    def collect(self, timeout: float | None = None, recover: bool = True) -> Any:
         """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
 
         Args:
             timeout: Seconds to wait for the process.
-            heal: Bring a lost process back in this call; else :class:`RecoveryDue` is raised.
+            recover: Recover the envs of a lost process in this call; else :class:`RecoveryDue` is raised.
 
         Raises:
             WaitTimeout: The answer is not there within ``timeout``; the request stays pending.
@@ -352,7 +352,7 @@ class Supervisor:
             answers: list[Any] = [MISSING]
             if timeout is None and is_asked_plainly(self.state) and not take((self,), (0,), answers, self.state):
                 return answers[0]
-            return self._carry_out(timeout, heal)
+            return self._carry_out(timeout, recover)
 
     def is_answered(self, number: int, until: float | None) -> bool:
         """Wait for the reply to a step or a plain reset; false if anything else is to be done, or comes, first.
@@ -363,7 +363,7 @@ class Supervisor:
         """
         if until is not None and time.monotonic() >= until:
             return False
-        if self.channel is None or self.segment.words[REQUEST] != number:  # brought back, and not asked again yet
+        if self.channel is None or self.segment.words[REQUEST] != number:  # recovered, and not asked again yet
             return False
         self.buffers.ring(number)
         try:
@@ -492,7 +492,7 @@ class Supervisor:
         # Adjacent stores: no signal handler comes in between.
         self.last_answer, position.number, self.state = error, position.number + 2, state
 
-    def _carry_out(self, timeout: float | None, heal: bool) -> Any:
+    def _carry_out(self, timeout: float | None, recover: bool) -> Any:
         """Do what the state asks for until there is an answer."""
         check_seconds("timeout", timeout, zero=True)
         self._refuse_if_unusable("collect")
@@ -503,8 +503,8 @@ class Supervisor:
         elif instruction is Instruction.NOTHING:
             raise NoAsyncCallError("There is no request whose answer could be collected.", "collect")
         while instruction not in (Instruction.DELIVER, Instruction.NOTHING):
-            if instruction in _LONG and not heal:
-                sometimes("a thread brings the envs back")
+            if instruction in _LONG and not recover:
+                sometimes("a thread recovers the envs")
                 raise RecoveryDue
             if instruction in _RAISED:
                 if instruction is Instruction.RAISE_POISON and self.state.episode is Episode.NONE:
@@ -587,7 +587,7 @@ class Supervisor:
         return self.reporter.loss(gone, name, slot, self.pending.limit, self._case(entry), idle=idle)
 
     def _drop_lost(self, healing: Healing, instruction: Instruction) -> None:
-        """Drop a lost process whose envs are not brought back, and record the outcome."""
+        """Drop a lost process whose envs are not recovered, and record the outcome."""
         self.drop()
         request = self.state.request
         if instruction is Instruction.RAISE_LOST:
@@ -621,7 +621,7 @@ class Supervisor:
         )
 
     def _do_launch(self, until: float | None) -> Instruction:
-        """Launch the first process, or begin a new life of envs that nothing brings back."""
+        """Launch the first process, or begin a new life of envs that cannot be recovered."""
         if self.description is None:
             return self._launch()
         position = self.position
@@ -709,7 +709,7 @@ class Supervisor:
         return Built()
 
     def _do_recover(self, until: float | None) -> Instruction:
-        """Bring the envs back, or end their episodes."""
+        """Recover the envs, or end their episodes."""
         healing = self.healing
         if healing is None:
             assert self.channel is not None
@@ -786,10 +786,10 @@ class Supervisor:
         state, _ = decide(self.state, event, self.rules)
         self.path.append((event, state))
         state, position = interned(state), self.position
-        seen, loose = (position.seen, position.loose) if read is None else (read.seen, read.loose)
+        seen, pickled_rows = (position.seen, position.pickled_rows) if read is None else (read.seen, read.pickled_rows)
         self.last_answer = answer
         # Adjacent stores: no signal handler comes in between.
-        position.seen, position.loose, position.number, self.state = seen, loose, number, state
+        position.seen, position.pickled_rows, position.number, self.state = seen, pickled_rows, number, state
 
     # --- an answer --------------------------------------------------------------------------------
 
@@ -1128,7 +1128,7 @@ class Supervisor:
 
         Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
         the new one is built beside it. If the envs cannot be built there, the old process ends first from then
-        on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
+        on, as long as a replay may recover its envs; if none does, that is a loss like any other.
         """
         maintenance, reporter, slots = self.maintenance, self.reporter, range(self.rules.slots)
         anew = tuple(slots) if resetting or self._is_between_episodes() else tuple(sorted(maintenance.spoilt))
@@ -1146,7 +1146,7 @@ class Supervisor:
             return
         before = self.state
         if ends_first:
-            # From here on an exception leaves the worker lost: the next request brings the envs back.
+            # From here on an exception leaves the worker lost: the next request recovers the envs.
             self._stand(decide(before, Interrupted(), self.rules)[0])
             self.healing = None
             assert self.channel is not None
@@ -1228,10 +1228,13 @@ class Supervisor:
 
     @interrupts.shielded
     def ask_between(self, message: Message) -> Any:
-        """Return the answer to a request of ours between two of the caller's; a loss meanwhile is healed first."""
+        """Return the answer to an internal request between two of the caller's.
+
+        After a loss, the envs are recovered and the request is sent again.
+        """
         while True:
             if self.state.process is Process.LOST:
-                self._bring_back()
+                self._recover_now()
             before, channel = self.state, self.channel
             assert channel is not None
             self.pending.begin(message, b"", ASIDE)
@@ -1249,8 +1252,8 @@ class Supervisor:
                 self._stand(before)
                 return answer
 
-    def _bring_back(self) -> None:
-        """Bring back the envs of a lost process while nothing is asked."""
+    def _recover_now(self) -> None:
+        """Recover the envs of a lost process while no request is pending."""
         instruction = Instruction.RECOVER
         while instruction is Instruction.RECOVER:
             instruction = self._do_recover(None)
@@ -1269,7 +1272,7 @@ class Supervisor:
         with self.lock:
             if self.state.request is not None:
                 sometimes("a request is taken back")
-                if self.state.process is Process.READY:  # else it is lost already, and that loss is healed next
+                if self.state.process is Process.READY:  # else it is lost already, and its envs are recovered next
                     self.healing = None
                 self._happen(Interrupted())
 

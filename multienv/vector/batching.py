@@ -392,7 +392,7 @@ class Rows:
     def some(self, replies: Sequence[RowsReply]) -> Any:
         """Return the batch of the observations in some replies, in new arrays."""
         if not self._has_rows:
-            seen = [one for reply in replies for one in loose_of(reply)]
+            seen = [one for reply in replies for one in listed_observations(reply)]
             return batch_of(self._space, [_blank(self._space) if one is None else one for one in seen])
         leaves = [np.concatenate([reply.leaves[place] for reply in replies]) for place in self._places]
         return nested(self._space, leaves)
@@ -411,7 +411,7 @@ class Rows:
     def row(self, reply: RowsReply, slot: int) -> Any:
         """Return the observation of one slot of a worker."""
         if not self._has_rows:
-            return loose_of(reply)[slot]
+            return listed_observations(reply)[slot]
         return nested(self._space, [row_of(leaf, slot) for leaf in reply.leaves])
 
 
@@ -419,11 +419,11 @@ def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsR
     """Return the function that makes the batch of observations, given replies, views of their leaves, and the turn."""
     if not has_rows(space):
 
-        def gather_loose(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
-            loose = [_blank(space) if one is None else one for reply in replies for one in loose_of(reply)]
-            return batch_of(space, loose)
+        def gather_listed(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
+            listed = [_blank(space) if one is None else one for reply in replies for one in listed_observations(reply)]
+            return batch_of(space, listed)
 
-        return gather_loose
+        return gather_listed
     shapes = [((count, *leaf.shape), leaf.dtype) for leaf in leaf_spaces(space)]
     if not copy:
         sets = [[np.zeros(*shape) for shape in shapes] for _ in (0, 1)]
@@ -454,7 +454,7 @@ def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsR
     return lambda replies, views, turn: np.ndarray(shape, dtype, bytearray().join(views[0]))
 
 
-def loose_of(reply: RowsReply) -> Sequence[Any]:
+def listed_observations(reply: RowsReply) -> Sequence[Any]:
     """Return the newest observation of each slot, where observations have no rows."""
     return reply.extras.observations or () if reply.extras is not None else ()
 

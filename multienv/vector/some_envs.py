@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from multienv.fanout import Noted, Ready
-from multienv.vector.batching import Array, Rows, joined, loose_of
+from multienv.vector.batching import Array, Rows, joined, listed_observations
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
 from multienv.wire.messages import Reset
@@ -84,8 +84,8 @@ def _one_each(reply: RowsReply) -> list[RowsReply]:
     for slot in range(len(reply.rewards)):
         row = slice(slot, slot + 1)
         rewards, terminated, truncated = (one[row].copy() for one in (reply.rewards, reply.terminated, reply.truncated))
-        loose = loose_of(reply)
-        extras = Extras([(0, infos[slot])] if slot in infos else [], {}, [loose[slot]] if loose else None)
+        listed = listed_observations(reply)
+        extras = Extras([(0, infos[slot])] if slot in infos else [], {}, [listed[slot]] if listed else None)
         leaves = [leaf[row].copy() for leaf in reply.leaves]
         found.append(RowsReply(leaves, rewards, terminated, truncated, extras))
     return found

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
 from multienv.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
-from multienv.wire.banks import IRREGULAR_AT, LENGTH, BankLayout
+from multienv.wire.banks import LENGTH, PICKLED_AT, BankLayout
 from multienv.wire.infos import Extras, numbers_in
 from multienv.wire.layout import layout_of
 from multienv.wire.messages import Description
@@ -25,7 +25,7 @@ from multienv.wire.rows import Array, has_rows, leaf_arrays, nested, row_bytes, 
 from multienv.wire.segment import REPLY_PAYLOAD, Segment
 
 # The reward of a single env keeps its type, by a tag in the head. A float64 holds integers exactly up to 2**53; what
-# does not fit makes the reply irregular.
+# does not fit makes a pickled row.
 REWARD_TYPES: tuple[type, ...] = (float, np.float64, np.float32, int, np.int64, bool)
 REWARD_TAGS = {kind: tag for tag, kind in enumerate(REWARD_TYPES)}
 INTEGER_REWARDS = 3  # from this tag on
@@ -82,13 +82,13 @@ class ReplyPayload(NamedTuple):
     """Holds the payload of a reply, taken apart.
 
     Attributes:
-        evidence: Of the irregular part, a digest for each slot, packed.
-        irregular: What does not fit into the bank, pickled.
+        evidence: A digest of each pickled row, packed.
+        pickled: The list of the pickled rows, itself pickled.
         rest: Infos and other extras.
     """
 
     evidence: bytes = b""
-    irregular: bytes = b""
+    pickled: bytes = b""
     rest: bytes = b""
 
 
@@ -97,7 +97,7 @@ def payload_of(segment: Segment, number: int) -> ReplyPayload:
     if not segment.words[REPLY_PAYLOAD + (number & 1)]:
         return ReplyPayload()
     payload = segment.read_reply_payload(number)
-    (end,) = LENGTH.unpack_from(segment.banks[number & 1].view, IRREGULAR_AT)
+    (end,) = LENGTH.unpack_from(segment.banks[number & 1].view, PICKLED_AT)
     if not end:
         return ReplyPayload(rest=payload)
     middle = LENGTH.size + LENGTH.unpack_from(payload)[0]

@@ -21,9 +21,9 @@ from multienv.wire.banks import (
     BEGIN,
     FAILED,
     HEAD,
-    IRREGULAR,
     MESSAGE,
     NOT_RESET,
+    PICKLED_ROWS,
     RAISED,
     SKIPPED,
     STEPPED,
@@ -274,7 +274,7 @@ class Host:
                 bank.view[bank.layout.skipped : bank.layout.rewards] = entry.record[
                     bank.layout.skipped : bank.layout.rewards
                 ]
-            evidence = payload_of(segment, again).evidence if bank.view[3] & IRREGULAR else b""
+            evidence = payload_of(segment, again).evidence if bank.view[3] & PICKLED_ROWS else b""
             came.append(entry_of(bank, entry.request_payload, evidence))
         words[REPLAYING] = 0
         if skipped:

@@ -25,8 +25,8 @@ from multienv.wire.banks import (
     ENDED,
     FAILED,
     HEAD,
-    IRREGULAR,
     NOT_RESET,
+    PICKLED_ROWS,
     RAISED,
     SKIPPED,
     STEP,
@@ -66,7 +66,7 @@ class RolloutRunner:
         space = group.observation_space
         lie_in_rows = not group.exact and has_rows(space)
         self._leaves = [leaf_arrays(space, bank) if lie_in_rows else [] for bank in self._aside.banks]
-        self._loose: list[bytes | None] = []  # of what was shown last, what has no place in its bank, pickled
+        self._pickled_rows: list[bytes | None] = []  # for each slot of what was shown last
         self._seconds = 0.0
 
     def run(self, number: int, message: Rollout, skipped: Array) -> tuple[RolloutResult, float]:
@@ -195,20 +195,20 @@ class RolloutRunner:
         """Put what the caller saw last into its bank."""
         bank = self._aside.banks[shown["seen"] & 1]
         bank.view[bank.layout.rewards :] = shown["bank"]
-        self._loose = shown["loose"]
+        self._pickled_rows = shown["pickled_rows"]
 
     def _show(self, number: int, missing: Array | None) -> None:
         """Write into the bank of a request, where it shows nothing, what was shown last once more."""
         bank, before = self._aside.banks[number & 1], self._aside.banks[(number - 1) & 1]
-        irregular = payload_of(self._aside, number).irregular if bank.view[3] & IRREGULAR else b""
-        if irregular:
-            pairs = zip(pickle.loads(irregular), self._loose, strict=True)
-            self._loose = [old if new is None else new for new, old in pairs]
+        pickled = payload_of(self._aside, number).pickled if bank.view[3] & PICKLED_ROWS else b""
+        if pickled:
+            pairs = zip(pickle.loads(pickled), self._pickled_rows, strict=True)
+            self._pickled_rows = [old if new is None else new for new, old in pairs]
         elif self._codec is not None:
             if bank.view[2] == FAILED or missing is not None:
                 bank.view[bank.layout.rewards :] = before.view[bank.layout.rewards :]
             else:
-                self._loose = [None]
+                self._pickled_rows = [None]
         elif missing is not None or bank.view[3] & RAISED:
             blank = bank.failed | (bank.skipped != 0)
             if self._group.autoreset == "SAME_STEP":  # a new episode has begun, but for these
@@ -220,7 +220,7 @@ class RolloutRunner:
         """Return what the answer to a request showed, as the policy gets it, which may change it."""
         space = self._group.observation_space
         if self._codec is not None:
-            return self._codec.observation(self._aside, number, self._loose[0])
+            return self._codec.observation(self._aside, number, self._pickled_rows[0])
         if self._leaves[0]:
             return nested(space, [leaf.copy() for leaf in self._leaves[number & 1]])
-        return batch_of(space, [pickle.loads(one) for one in self._loose if one is not None])
+        return batch_of(space, [pickle.loads(one) for one in self._pickled_rows if one is not None])

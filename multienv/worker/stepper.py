@@ -1,4 +1,4 @@
-"""Steps the envs of a worker: each writes into its row of a bank, and what is not plain goes beside it.
+"""Steps the envs of a worker: what each returns is written into its row of a bank, and into the payload if need be.
 
 The rows are *cast* to those of a batch, or, of a single env, *verbatim*; see ``worker.cells``. Observations are copied
 as soon as an env returns them (some return the same array at each step), and infos are taken as they are at that
@@ -20,7 +20,7 @@ from gymnasium.vector import utils
 
 from multienv.native import native
 from multienv.wire.actions import action_decoder
-from multienv.wire.banks import ENDED, IRREGULAR, NOT_RESET, RAISED, SKIPPED, STEP, Bank
+from multienv.wire.banks import ENDED, NOT_RESET, PICKLED_ROWS, RAISED, SKIPPED, STEP, Bank
 from multienv.wire.codecs import REWARD_TAGS
 from multienv.wire.digests import MARK, digester, evidence_of, pack_evidence
 from multienv.wire.infos import InfoPacker
@@ -74,7 +74,7 @@ class Stepper:
             (side, side.bank.view, side.rows.cells, side.bank.rewards.data, side.digest) for side in self._sides
         ]
         rows = self._sides[0].rows
-        key, taken, is_loose, generators = rows.key, rows.taken, rows.loose is not None, group.starts.generators
+        key, taken, generators = rows.key, rows.taken, group.starts.generators
 
         def handle(number: int) -> Any:  # noqa: C901
             side, view, cells, rewards, digest = targets[number & 1]
@@ -118,7 +118,7 @@ class Stepper:
                         if exact and not isinstance(error, _SkippedError):
                             raise
                         self._note_error(side, slot, error, infos, failures)
-                if infos or failures or generators or side.flags & IRREGULAR:
+                if infos or failures or generators or side.flags & PICKLED_ROWS:
                     finish(number, side, infos, failures)
                 else:
                     if side.flags:
@@ -133,7 +133,7 @@ class Stepper:
             words[BUSY] = 0
             return None
 
-        if native is None or is_loose or not (exact or is_array):
+        if native is None or rows.pickled_rows is not None or not (exact or is_array):
             return handle
         return native.Step(  # type: ignore[no-any-return]
             reference=handle,
@@ -256,10 +256,10 @@ class Stepper:
         self._segment.words[SLOT] = 0
         if side.digest is not None:
             side.digest()
-        rows, evidence, irregular, flags = side.rows, b"", b"", side.flags
-        if flags & IRREGULAR:
-            assert rows.loose is not None
-            evidence, irregular = pack_evidence(rows.evidence), pickle.dumps(rows.loose, protocol=5)
+        rows, evidence, pickled_rows, flags = side.rows, b"", b"", side.flags
+        if flags & PICKLED_ROWS:
+            assert rows.pickled_rows is not None
+            evidence, pickled_rows = pack_evidence(rows.evidence), pickle.dumps(rows.pickled_rows, protocol=5)
         answer_rows(
             self._segment,
             number,
@@ -268,7 +268,7 @@ class Stepper:
             flags=flags,
             tag=side.bank.view[4],
             evidence=evidence,
-            irregular=irregular,
+            pickled_rows=pickled_rows,
             failures=failures,
             generators=self._group.starts.take(),
             spaces=self._group.take_spaces(),
@@ -289,7 +289,7 @@ class _Side:
     def __init__(self, group: EnvGroup, bank: Bank) -> None:
         self.bank = bank
         self.rows: Cast | Verbatim = (Verbatim if group.exact else Cast)(group.observation_space, bank)
-        self.flags = self._least = 0 if self.rows.loose is None else IRREGULAR
+        self.flags = self._least = 0 if self.rows.pickled_rows is None else PICKLED_ROWS
         self.digest: Callable[[], None] | None = None
         if bank.digests is not None:
             self.digest = digester(bank.digests, self.rows.leaves)
@@ -300,8 +300,8 @@ class _Side:
     def show(self, slot: int, observation: Any) -> None:
         """Write an observation, whatever it is."""
         self.rows.show(slot, observation)
-        if self.rows.loose is not None:
-            self.flags |= IRREGULAR
+        if self.rows.pickled_rows is not None:
+            self.flags |= PICKLED_ROWS
 
     def blank(self, slot: int) -> None:
         """Write the row of an env of which there is nothing to tell."""

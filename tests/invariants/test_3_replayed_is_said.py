@@ -230,7 +230,7 @@ def test_kept_snapshot_that_is_gone_is_replayed_from_a_reset_with_a_warning_or_r
             play.env.restore(token)
     else:
         play.env.restore(token)
-        assert "brought back by a replay from a reset" in caplog.text
+        assert "restored by a replay from a reset" in caplog.text
     play.close()
 
 

@@ -881,7 +881,7 @@ MUTANTS = [
         "                pass\n",
     ),
     Mutant(
-        "Envs are brought back from a snapshot that has executed a request which was taken back.",
+        "Envs are recovered from a snapshot that has executed a request which was taken back.",
         8,
         "recovery/supervisor.py",
         "fate.snapshot > self.position.number:",
