@@ -548,7 +548,7 @@ class Recoverer:
                 return channel
 
     def begin_anew(
-        self, build: Build, progress: RecoveryProgress, lasting: tuple[bytes, ...]
+        self, build: Build, progress: RecoveryProgress, calls: tuple[bytes, ...]
     ) -> tuple[Channel, tuple[bytes, ...]]:
         """Launch a process with new envs, and repeat recorded calls and attributes in them.
 
@@ -557,7 +557,7 @@ class Recoverer:
         """
         for _ in range(LOSSES):
             try:
-                return self._built_anew(build, progress, lasting), lasting
+                return self._built_anew(build, progress, calls), calls
             except Gone as gone:
                 if not gone.is_from_outside:
                     break
@@ -565,19 +565,19 @@ class Recoverer:
         sometimes("a repeated call ends the process of new envs")
         return self._built_anew(build, progress, ()), ()
 
-    def _built_anew(self, build: Build, progress: RecoveryProgress, lasting: tuple[bytes, ...]) -> Channel:
+    def _built_anew(self, build: Build, progress: RecoveryProgress, calls: tuple[bytes, ...]) -> Channel:
         progress.deaths.clear()
         channel = self.restart(build, progress)
-        if lasting:
+        if calls:
             sometimes("calls and attributes set are repeated in new envs")
             until, limit = progress.until, self._deadlines.call
             if until is not None:  # one that hangs must leave time for a process without them
                 until = (time.monotonic() + until) / 2
             if limit is not None:
-                until = min(until or math.inf, time.monotonic() + len(lasting) * limit + REPLAY_GRACE)
+                until = min(until or math.inf, time.monotonic() + len(calls) * limit + REPLAY_GRACE)
             try:
-                progress.doing = f"repeating {len(lasting)} calls in a new process"
-                self.ask(channel, Replay(b"", lasting=lasting), until, progress=progress)
+                progress.doing = f"repeating {len(calls)} calls in a new process"
+                self.ask(channel, Replay(b"", calls=calls), until, progress=progress)
             except BaseException:
                 self._let_go(channel)
                 raise
@@ -585,7 +585,7 @@ class Recoverer:
 
     def _replay(self, channel: Channel, plan: Plan, progress: RecoveryProgress, until: float | None) -> dict[int, str]:
         assert self.codec is not None
-        if not (plan.entries or plan.lasting):
+        if not (plan.entries or plan.calls):
             return {}
         self._check_time(progress)
         message, codec = plan.message, self.codec
@@ -609,7 +609,7 @@ class Recoverer:
             limit + REPLAY_GRACE if isinstance(limit, int | float) else math.inf
             for limit in (self._deadlines.step, self._deadlines.reset, self._deadlines.call)
         )
-        limits = [max(step, reset, call * len(plan.lasting) if plan.lasting else 0.0)]
+        limits = [max(step, reset, call * len(plan.calls) if plan.calls else 0.0)]
         for entry in split_entries(plan.entries, end):
             resets = is_reset(entry.record[0], entry.request_payload)
             limits.append(step if entry.is_step else reset if resets else call)

@@ -23,7 +23,7 @@ class Replacement(NamedTuple):
         reason: Why there is none, or why what goes on is not exact; or ``""``.
         channel: To the new process; ``None``: there is none.
         build: The request that built its envs.
-        lasting: Calls and attributes that were repeated in it, if all its envs are new ones.
+        calls: Calls and attributes that were repeated in it, if all its envs are new ones.
         plan: What was replayed in it, if not all are.
         is_built: The envs could be built.
     """
@@ -32,7 +32,7 @@ class Replacement(NamedTuple):
     reason: str = ""
     channel: Channel | None = None
     build: Build | None = None
-    lasting: tuple[bytes, ...] = ()
+    calls: tuple[bytes, ...] = ()
     plan: Plan | None = None
     is_built: bool = True
 
@@ -59,8 +59,8 @@ def replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, 
     try:
         if is_anew:
             build = replace(position.build, generators=generators)
-            channel, lasting = recoverer.begin_anew(build, progress, journal.all_lasting() if journal.replaying else ())
-            return Replacement(progress, "", channel, build, lasting)
+            channel, calls = recoverer.begin_anew(build, progress, journal.kept_calls() if journal.replaying else ())
+            return Replacement(progress, "", channel, build, calls)
         build = replace(position.build, generators={**position.build.generators, **generators})
         # A short replay: a replay of the whole past would repeat what leaked.
         plans = journal.plans(near=True, anew=generators)

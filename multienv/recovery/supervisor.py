@@ -108,7 +108,7 @@ from multienv.wire.codecs import Codec, RowsReply
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import (
     BEGINNING,
-    LASTING,
+    CALLS,
     Build,
     Close,
     Description,
@@ -631,9 +631,9 @@ class Supervisor:
         build = replace(build, draws=tuple(draw + 1 for draw in build.draws), generators={})
         position.build = build  # first: another try draws other numbers
         progress = self.recoverer.begin(planned=self.healing is None)
-        lasting = journal.all_lasting() if journal.replaying else ()
+        calls = journal.kept_calls() if journal.replaying else ()
         try:
-            channel, lasting = self.recoverer.begin_anew(build, progress, lasting)
+            channel, calls = self.recoverer.begin_anew(build, progress, calls)
         except RequestFailedError as failed:
             failed.with_traceback(None)  # its frames would keep the segment mapped
             error = self.reporter.error_of(-1, failed.failure, "initialize")
@@ -649,7 +649,7 @@ class Supervisor:
                 unbuilt = self.reporter.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
             self._give_up_request(unbuilt)
             raise unbuilt from why
-        self._begin_anew(build, lasting)
+        self._begin_anew(build, calls)
         self.adopt(channel)
         return self._happen(Launched(), Built())
 
@@ -752,10 +752,10 @@ class Supervisor:
             journal.go_on_from(plan)
             journal.lose(lost)
 
-    def _begin_anew(self, build: Build, lasting: tuple[bytes, ...]) -> None:
+    def _begin_anew(self, build: Build, calls: tuple[bytes, ...]) -> None:
         """Note that all envs are new ones, in which these calls and attributes were repeated."""
         self.position.build = build
-        self.position.journal.begin(self.position.number, lasting)
+        self.position.journal.begin(self.position.number, calls)
 
     def _strayed(self, slot: int, what: str) -> None:
         """Note that a slot was replayed from a reset otherwise than it was seen."""
@@ -810,7 +810,7 @@ class Supervisor:
         if (not is_call or is_recorded(message)) and number not in journal.entries:
             payload = self.pending.payload_of(segment, number, request)
             entry = entry_of(bank, payload, evidence)
-            journal.log(number, entry, payload if isinstance(message, LASTING) else b"")
+            journal.log(number, entry, payload if isinstance(message, CALLS) else b"")
         try:
             answer = call_user_code(partial(self._answer, number, request, message, read), Illegible)
         except Illegible as illegible:
@@ -1160,7 +1160,7 @@ class Supervisor:
         if process is not None and replacement.build is not None:
             sometimes("a process is replaced by plan")
             if replacement.plan is None:
-                self._begin_anew(replacement.build, replacement.lasting)
+                self._begin_anew(replacement.build, replacement.calls)
             else:
                 position.build = replacement.build
                 self._go_on_from(replacement.plan, replacement.plan.missing, progress)

@@ -272,12 +272,12 @@ class Replay:
         entries: Journal entries end to end.
         starts: Resets at which slots begin, or their generators are put back; those that are not named take part from
             the first entry on.
-        lasting: Calls and attributes set before ``entries`` begin, each pickled; their outcome is not looked at.
+        calls: Calls, and attributes to set, before ``entries`` begin, each pickled; their outcome is not compared.
     """
 
     entries: bytes
     starts: tuple[ReplayStart, ...] = ()
-    lasting: tuple[bytes, ...] = ()
+    calls: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +331,8 @@ Message = (
     | Rollout
     | Close
 )
-# Those that may change an env for longer than an episode.
-LASTING = (SetAttribute, Call)
+# What may change an env for longer than an episode: the journal keeps these, and they are repeated in new envs.
+CALLS = (SetAttribute, Call)
 
 
 def is_recorded(message: Message | None) -> bool:

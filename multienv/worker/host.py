@@ -239,9 +239,9 @@ class Host:
     def _replay(self, number: int, message: Replay) -> None:
         group = self._envs()
         try:
-            for payload in message.lasting:
-                lasting = pickle.loads(payload)
-                group.call(lasting) if isinstance(lasting, Call) else group.write(lasting)
+            for payload in message.calls:
+                call = pickle.loads(payload)
+                group.call(call) if isinstance(call, Call) else group.write(call)
             came = self._run(number, message)
         finally:
             group.starts.replaying, group.waiting = None, frozenset()

@@ -199,7 +199,7 @@ def test_replay_from_the_construction_repeats_resets_that_raised(kind: str) -> N
 def test_replay_that_has_forgotten_an_attribute_is_not_exact_whatever_the_user_says(
     dear: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "LASTING", 3)
+    monkeypatch.setattr(journal, "MOST_CALLS", 3)
     play = Play(
         partial(CounterEnv, horizon=5, count_episodes=False), restart=RestartPolicy(begins_anew=True, **NO_SNAPSHOTS)
     )

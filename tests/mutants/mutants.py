@@ -187,7 +187,7 @@ MUTANTS = [
         "Calls and attributes set before the first request of a replay are not repeated.",
         2,
         "recovery/journal.py",
-        "tuple(payload for number, payload in self._lasting.items() if number < front),",
+        "tuple(payload for number, payload in self._kept_calls.items() if number < front),",
         "(),",
         SIMULATED_STARTS,
     ),
