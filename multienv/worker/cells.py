@@ -1,7 +1,7 @@
-"""Where a worker writes what its envs return: into the rows of a bank, *cast* or *verbatim*.
+"""Write what envs return into the rows of a bank, *cast* as for a batch or *verbatim* for a single env.
 
-Both know the same calls. The step loop assigns an observation to ``cells[slot][key]`` first, which is the quickest way;
-where that raises TypeError or ValueError, or an episode ends, it calls ``take`` and ``show``.
+The two classes have the same methods. The step loop first assigns an observation to ``cells[slot][key]``, which is
+quickest; if that raises TypeError or ValueError, or an episode ends, it calls ``take`` and ``show``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _FLAGS = (bool, np.bool_)
 
 
 class Cast:
-    """Makes rows of a batch as gymnasium's vector envs make them.
+    """Writes the rows of a batch, with the dtypes that gymnasium's vector envs give them.
 
     Args:
         space: Of the observations.
         bank: With a row for each slot.
 
     Attributes:
-        cells, key: ``cells[slot][key] = observation`` writes an observation, or raises TypeError or ValueError though
-            it may fit all the same: :meth:`show` decides.
+        cells, key: ``cells[slot][key] = observation`` writes an observation, or raises TypeError or ValueError. Then
+            it may fit all the same, and :meth:`show` decides.
         whole: All observations, where they are arrays of one or more dimensions; else ``None``.
         leaves: For each leaf of the observation its array; empty where observations have no rows.
         pickled_rows: Where observations do not fit into rows: for each slot its pickled observation, ``None`` for a
@@ -80,7 +80,7 @@ class Cast:
         self.evidence[slot] = evidence_of(observation)
 
     def blank(self, slot: int) -> None:
-        """Write the row of an env of which there is nothing to tell."""
+        """Write the row of an env that has nothing to show: zeros."""
         self._bank.rewards[slot] = 0.0
         if self.pickled_rows is not None:
             self.pickled_rows[slot], self.evidence[slot] = None, b""
@@ -111,12 +111,12 @@ class Verbatim:
         self.evidence = [b""]
         self.whole: Any = None
         self.cells: list[Any] = [None]
-        # A digest is of all that is laid out, as one row of bytes.
+        # Digests are computed of each row as bytes, whatever its dtype.
         self.leaves = [bank.leaf(place, (width,), np.uint8) for place, width in enumerate(bank.layout.leaf_bytes)]
         if self._layout is not None and type(space) in _ARRAYS:
             self.whole = bank.leaf(0, space.shape, space.dtype)
             if len(space.shape) == 1 and space.dtype.isnative:
-                # A memoryview takes what has its very format and shape, in half the time that it takes to ask for both.
+                # Assigning to a memoryview also checks format and shape, twice as fast as asking; one dimension only.
                 self.cells = [self.whole[0].data]
             else:
                 self.cells = [_ExactCell(self._layout, self.whole[0, ...])]
@@ -145,7 +145,7 @@ class Verbatim:
         self.pickled_rows, self.evidence = [pickled("step", transition)], [evidence_of(transition)]
 
     def blank(self, slot: int) -> None:
-        """Write the row of an env of which there is nothing to tell."""
+        """Write the row of an env that has nothing to show: zeros."""
         self._bank.rewards[0], self._bank.view[4], self.pickled_rows = 0.0, 0, None
         for leaf in self.leaves:
             leaf[0] = 0
