@@ -1,9 +1,9 @@
 """Steps the envs of a worker: what each returns is written into its row of a bank, and into the payload if need be.
 
 Rows of a batch are *cast* to its dtype; the row of a single env is *verbatim*: see ``worker.cells``. Observations are
-copied, and infos pickled or copied, as soon as an env returns them: some envs return the same array at each step. An env
-of a batch that raises, and any env that the request skips, gets a blank row; the trainer then decides what the caller
-sees. If a single env raises, its exception is the answer to the request.
+copied, and infos copied or pickled, as soon as an env returns them: some envs return the same array at each step. An
+env of a batch that raises, and any env that the request skips, gets a blank row; the trainer then decides what the
+caller sees. If a single env raises, its exception is the answer to the request.
 """
 
 from __future__ import annotations
