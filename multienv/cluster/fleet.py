@@ -135,9 +135,9 @@ class Fleet:
         wanted = options.hosts or min(max(1, len(nodes)), envs)
         if not nodes:
             raise NoCapacityError("No node of the cluster has a CPU free. Add nodes, or end what has reserved them.")
-        share = [sum(1 for place in range(wanted) if place % len(nodes) == index) for index in range(len(nodes))]
+        share = [sum(1 for host in range(wanted) if host % len(nodes) == index) for index in range(len(nodes))]
         free = [max(1, node.free // max(1, count)) for node, count in zip(nodes, share, strict=True)]
-        return [Seat(self, options.cpus_per_host or free[place % len(nodes)]) for place in range(wanted)]
+        return [Seat(self, options.cpus_per_host or free[host % len(nodes)]) for host in range(wanted)]
 
     def seat_workers(self, workers: int) -> None:
         """Deal so many workers to the seats, as even as their CPUs are; those that get none are given up."""

@@ -92,7 +92,7 @@ class Relayed:
         if now - self.looked > _LOOK:
             self.looked = now
             words[RESIDENT] = resident_bytes(words[PID]) or 0
-        return array("q", [words[place] for place in TOLD]).tobytes()
+        return array("q", [words[word] for word in TOLD]).tobytes()
 
 
 class Relay:

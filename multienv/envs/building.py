@@ -368,7 +368,7 @@ def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
     tasks = side_by_side(pool, [worker.initialize for worker in workers])
     for worker in workers:
         worker.reporter.call_hooks()
-    return {place: task.error for place, task in enumerate(tasks) if task.error is not None}
+    return {index: task.error for index, task in enumerate(tasks) if task.error is not None}
 
 
 def _draws(slots: int) -> tuple[int, ...]:
@@ -452,7 +452,7 @@ def listed_env_fns(owner: str, env_fns: Iterable[EnvFn]) -> list[EnvFn]:
     found = list(env_fns)
     if not found:
         raise UsageError(f"{owner}: env_fns is empty; give one function for each env.")
-    return [checked_env_fn(env_fn, place, f"env_fns[{place}]") for place, env_fn in enumerate(found)]
+    return [checked_env_fn(env_fn, index, f"env_fns[{index}]") for index, env_fn in enumerate(found)]
 
 
 def mode_of(mode: Any) -> AutoresetMode:

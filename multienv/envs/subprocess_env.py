@@ -515,10 +515,10 @@ def built_envs(what: str, envs: list[Face]) -> list[Face]:
 
 
 def initialize_all(envs: Sequence[SupervisedEnv]) -> dict[int, BaseException]:
-    """Start all, then build in parallel; returns what some of them raised, by their place."""
+    """Start all, then build in parallel; returns what some of them raised, by their index."""
     failures = build_all([env._supervisor for env in envs])
-    for place, env in enumerate(envs):
-        if place not in failures:
+    for index, env in enumerate(envs):
+        if index not in failures:
             env.initialize()
     return failures
 

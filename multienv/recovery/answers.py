@@ -82,7 +82,7 @@ class Answers:
         generators: What it tells: slot → state.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "started")  # that of the hot path has a place of its own
+    __slots__ = ("__dict__", "__weakref__", "started")  # the hot path reads these, native code by offset
 
     def __init__(
         self,

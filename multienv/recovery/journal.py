@@ -139,7 +139,12 @@ class Journal:
         histories: Of each slot.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "entries", "recording")  # those of the hot path have a place of their own
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "entries",
+        "recording",
+    )  # the hot path reads these, native code by offset
 
     def __init__(
         self,

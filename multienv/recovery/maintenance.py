@@ -29,7 +29,12 @@ class Maintenance:
         ends_first: The old process has to end before a new one is launched: its envs could not be built beside it.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "is_due", "recycling")  # those of the hot path have a place of their own
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "is_due",
+        "recycling",
+    )  # the hot path reads these, native code by offset
 
     def __init__(self, policy: RestartPolicy, position: Position, *, resets_itself: bool = False) -> None:
         self._policy, self._position, self._resets_itself = policy, position, resets_itself

@@ -175,7 +175,7 @@ class Recoverer:
             channel: To the process.
             message: The request.
             until: When to give up, by ``time.monotonic()``; ``None``: never.
-            limits: The seconds that an env may take at each place of a replay, as ``REPLAYING`` says it.
+            limits: The seconds that an env may take in each request of a replay, as ``REPLAYING`` says it.
             progress: The recovery that it belongs to; the log is told if that takes long.
 
         Raises:
@@ -229,8 +229,8 @@ class Recoverer:
             if progress is None or nearest == limit:
                 return False
             sometimes("the log is told of a recovery that takes long")
-            place = channel.segment.words[REPLAYING]
-            doing = f"{progress.doing}, {place - 1} are done" if place > 1 else progress.doing
+            running = channel.segment.words[REPLAYING]
+            doing = f"{progress.doing}, {running - 1} are done" if running > 1 else progress.doing
             self._say(progress, doing)
 
     def _say(self, progress: RecoveryProgress, doing: str) -> None:
@@ -601,7 +601,7 @@ class Recoverer:
         return {**differ, **plan.missing}
 
     def _limits_of(self, plan: Plan) -> list[float]:
-        """Return after how many seconds an env hangs in a replay, for each place as ``REPLAYING`` says it."""
+        """Return after how many seconds an env hangs in a replay, for each request as ``REPLAYING`` says it."""
         assert self.codec is not None
         end = self.codec.layout.end
         # One that is "auto" ends no replay.
@@ -615,15 +615,15 @@ class Recoverer:
             limits.append(step if entry.is_step else reset if resets else call)
         return limits
 
-    def _count_death(self, progress: RecoveryProgress, place: int, gone: Gone) -> str:
-        """Count a death; return why this method is given up if too many died at this place, else ``""``."""
-        outside = (place == _BUILDING or gone.fate.code in (None, -9)) and gone.cause != "hung"
-        progress.deaths[place, outside] += 1
-        deaths = progress.deaths[place, outside]
+    def _count_death(self, progress: RecoveryProgress, request: int, gone: Gone) -> str:
+        """Count a death; return why this method is given up if too many died at this request, else ``""``."""
+        outside = (request == _BUILDING or gone.fate.code in (None, -9)) and gone.cause != "hung"
+        progress.deaths[request, outside] += 1
+        deaths = progress.deaths[request, outside]
         if deaths < (LOSSES if outside else self._policy.poison_after):
             return ""
-        what = "while being built" if place == _BUILDING else f"while running request {place + 1} of its replay"
-        return f"{deaths} processes ended {'when their replay was over' if place == -1 else what}"
+        what = "while being built" if request == _BUILDING else f"while running request {request + 1} of its replay"
+        return f"{deaths} processes ended {'when their replay was over' if request == -1 else what}"
 
     def _check_time(self, progress: RecoveryProgress) -> None:
         if self._closed:

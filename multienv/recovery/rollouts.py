@@ -110,9 +110,9 @@ class RolloutReader:
         shown = [self._legible(reply, self._first)]
         memory, size = memoryview(result.banks), aside.layout.size
         take, number = self._take_one if self._codec.exact else self._take_rows, first
-        for place in range(len(memory) // size):
-            number = first + place
-            view, (request_payload, payload) = memory[place * size :][:size], result.payloads.get(place, _NO_PAYLOAD)
+        for index in range(len(memory) // size):
+            number = first + index
+            view, (request_payload, payload) = memory[index * size :][:size], result.payloads.get(index, _NO_PAYLOAD)
             bank = aside.banks[number & 1]
             bank.view[:] = view
             infos = numbers_in(payload) if payload else None
@@ -233,8 +233,8 @@ class RolloutReader:
         codec, layout, steps = self._codec, self._aside.layout, reply.steps
         is_step = self._stack(result, 0, np.uint8) == STEP
         rewards, terminated, truncated = (
-            self._stack(result, place, dtype, (codec.slots,))[is_step][:steps]
-            for place, dtype in (
+            self._stack(result, offset, dtype, (codec.slots,))[is_step][:steps]
+            for offset, dtype in (
                 (layout.rewards, np.float64),
                 (layout.terminated, np.bool_),
                 (layout.truncated, np.bool_),
@@ -252,18 +252,18 @@ class RolloutReader:
             stacks = {name: stack[:, 0] for name, stack in stacks.items()}
         if self._leaves:
             leaves = []
-            for before, leaf, place in zip(shown[0], self._leaves, layout.leaves, strict=True):
-                after = self._stack(result, place, leaf.dtype, before.shape)
+            for before, leaf, offset in zip(shown[0], self._leaves, layout.leaves, strict=True):
+                after = self._stack(result, offset, leaf.dtype, before.shape)
                 leaves.append(np.concatenate([before[None], after[:steps]]))
             stacks["observations"] = nested(codec.space, leaves)
         else:
             stacks["observations"] = stacked(codec.space, shown)
         reply.values = {**stacks, **chosen}
 
-    def _stack(self, result: RolloutResult, place: int, dtype: Any, shape: tuple[int, ...] = ()) -> Array:
-        """Return the array that lies at this place in each bank, over their memory."""
+    def _stack(self, result: RolloutResult, offset: int, dtype: Any, shape: tuple[int, ...] = ()) -> Array:
+        """Return the array that lies at this offset in each bank, over their memory."""
         size = self._aside.layout.size
-        bank = np.dtype({"names": ["it"], "formats": [(dtype, shape)], "offsets": [place], "itemsize": size})
+        bank = np.dtype({"names": ["it"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": size})
         stack: Array = np.ndarray(len(result.banks) // size, bank, result.banks)["it"]
         return stack
 

@@ -254,7 +254,7 @@ class Instruction(Enum):
 
 # After so many losses before an answer, the request counts as the cause, even if no process died while executing it.
 # For example, an env may close the worker's descriptors and return, and the worker then ends. The same number of
-# processes may be killed from outside while they build their envs, or at one place of a replay: such a death says
+# processes may be killed from outside while they build their envs, or in one request of a replay: such a death says
 # nothing about the request.
 LOSSES = 6
 

@@ -203,7 +203,7 @@ class Supervisor:
         "pending",
         "position",
         "state",
-    )  # those of the hot path have a place of their own
+    )  # the hot path reads these, native code by offset
 
     def __init__(
         self,
@@ -863,8 +863,8 @@ class Supervisor:
             )
         reply = self._rollout_reader.read(number, message, rolled, self.state.skipped)
         position.journal.cut(position.number)
-        for place, entry in enumerate(reply.entries, number):
-            position.journal.log(place, entry)
+        for one, entry in enumerate(reply.entries, number):
+            position.journal.log(one, entry)
         position.show(segment, reply.shown)
         self.answers.started = 0
         segment.banks[number & 1].skipped[:] = 0

@@ -214,7 +214,7 @@ def action_cutter(space: Space, count: int, name: str) -> Callable[[Any, Sequenc
         count: How many envs there are at most.
         name: Of the call, for messages.
     """
-    cuts = tuple(slice(place, place + 1) for place in range(count))
+    cuts = tuple(slice(index, index + 1) for index in range(count))
     shape = space.shape or ()
     kinds = "" if type(space) not in _SOLID else "iub" if type(space) is spaces.Discrete else "iubfc"
 
@@ -352,7 +352,7 @@ class Rows:
     def __init__(self, space: Space, count: int, *, copy: bool) -> None:
         self._space, self._count = space, count
         self._has_rows = has_rows(space)
-        self._places = range(len(leaf_spaces(space)) if self._has_rows else 0)
+        self._leaf_indexes = range(len(leaf_spaces(space)) if self._has_rows else 0)
         self._gather = _gatherer(space, count, copy=copy)
         self._unset, self._no_ends = bytes(2 * count), np.zeros(count, np.bool_)
         self._turn = 0
@@ -394,7 +394,7 @@ class Rows:
         if not self._has_rows:
             seen = [one for reply in replies for one in listed_observations(reply)]
             return batch_of(self._space, [_blank(self._space) if one is None else one for one in seen])
-        leaves = [np.concatenate([reply.leaves[place] for reply in replies]) for place in self._places]
+        leaves = [np.concatenate([reply.leaves[index] for reply in replies]) for index in self._leaf_indexes]
         return nested(self._space, leaves)
 
     def _turn_of(self, key: Any) -> int:
@@ -404,7 +404,7 @@ class Rows:
 
     def _views(self, replies: Sequence[RowsReply]) -> tuple[list[int], list[Any], list[Any], list[Any]]:
         """Return views of what the workers answered: of each leaf, of rewards and of flags; and whose they are."""
-        leaves = [[reply.leaves[place].data for reply in replies] for place in self._places]
+        leaves = [[reply.leaves[index].data for reply in replies] for index in self._leaf_indexes]
         flags = [reply.terminated.data for reply in replies] + [reply.truncated.data for reply in replies]
         return [id(reply.rewards) for reply in replies], leaves, [reply.rewards.data for reply in replies], flags
 
@@ -430,8 +430,8 @@ def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsR
 
         def gather_in_turn(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
             arrays = sets[turn]
-            for place, whole in enumerate(arrays):
-                np.concatenate([reply.leaves[place] for reply in replies], out=whole)
+            for index, whole in enumerate(arrays):
+                np.concatenate([reply.leaves[index] for reply in replies], out=whole)
             return nested(space, arrays)
 
         return gather_in_turn

@@ -445,7 +445,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             )
         if envs:
             parts = self._cut(actions, envs)
-            stream.give("step", {env: parts[place] for place, env in enumerate(envs)}, parts)
+            stream.give("step", {env: parts[index] for index, env in enumerate(envs)}, parts)
 
     def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> Some:
         """Wait for the first ``k`` envs that are ready, among those that :meth:`send` or ``reset_async`` has sent to.

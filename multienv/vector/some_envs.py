@@ -127,6 +127,6 @@ class InfosOfSome(VectorEnv[Any, Any, Any]):
         infos = None if None in parts else self._merger.merged([extras.infos for extras in parts])
         if infos is None:
             infos = {}
-            for place, info in enumerate(infos_of(results)):
-                infos = self._add_info(infos, info, place)
+            for index, info in enumerate(infos_of(results)):
+                infos = self._add_info(infos, info, index)
         return infos

@@ -127,7 +127,7 @@ class BankLayout:
         put("finals", finals)
         put("shown", shown)
         put("end", end)
-        put("leaves", tuple(start + sum(widths[:place]) for place in range(len(widths))))
+        put("leaves", tuple(start + sum(widths[:index]) for index in range(len(widths))))
         put("size", _aligned(start + sum(widths) if digested else end, _LINE))
         put("is_digested", digested)
 
@@ -177,10 +177,10 @@ class Bank:
         self.finals = array(layout.finals, np.uint64) if layout.has_finals else None
         self.digests = array(layout.shown, np.uint64) if layout.is_digested else None
 
-    def leaf(self, place: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    def leaf(self, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return the array of one leaf of the observation, a row for each slot."""
         count = self.layout.slots * math.prod(shape)
-        found: Array = np.frombuffer(self.view, dtype, count, self.layout.leaves[place])
+        found: Array = np.frombuffer(self.view, dtype, count, self.layout.leaves[index])
         return found.reshape((self.layout.slots, *shape))
 
 
@@ -223,7 +223,7 @@ def entry_of(bank: Bank, request_payload: bytes, evidence: bytes) -> bytes:
     Args:
         bank: Holds both.
         request_payload: What the request carries beside it.
-        evidence: Of what the reply carries beside it in the place of observations; ``b""``: nothing.
+        evidence: Of what the reply carries beside it instead of observations; ``b""``: nothing.
     """
     record, layout = bank.record, bank.layout
     tag, reply_kind, flags = record[1:4]
@@ -266,22 +266,22 @@ def split_entries(data: bytes | bytearray | memoryview, end: int) -> Iterator[En
     Raises:
         ValueError: The last entry is cut short.
     """
-    place, stop = 0, len(data)
-    while place < stop:
-        record = bytes(data[place : place + end])
+    offset, stop = 0, len(data)
+    while offset < stop:
+        record = bytes(data[offset : offset + end])
         if is_plain(record):
-            place += end
+            offset += end
             yield Entry(record)
             continue
         if _is_head_alone(record):
             record = record[: HEAD.size] + bytes(end - HEAD.size)
-            place += HEAD.size
+            offset += HEAD.size
         else:
-            place += end
-        request, evidence = EXTRAS.unpack_from(data, place)
-        place += EXTRAS.size
-        middle, end_of_entry = place + request, place + request + evidence
-        yield Entry(record, bytes(data[place:middle]), bytes(data[middle:end_of_entry]))
-        place = end_of_entry
-    if place != stop:
+            offset += end
+        request, evidence = EXTRAS.unpack_from(data, offset)
+        offset += EXTRAS.size
+        middle, end_of_entry = offset + request, offset + request + evidence
+        yield Entry(record, bytes(data[offset:middle]), bytes(data[middle:end_of_entry]))
+        offset = end_of_entry
+    if offset != stop:
         raise ValueError("the last request is cut short")

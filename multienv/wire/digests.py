@@ -260,9 +260,9 @@ def pack_evidence(slots: Sequence[bytes]) -> bytes:
 
 def unpack_evidence(packed: bytes) -> list[bytes]:
     """Return the evidence of each slot."""
-    found, place = [], 0
-    while place < len(packed):
-        end = place + 1 + packed[place]
-        found.append(packed[place + 1 : end])
-        place = end
+    found, offset = [], 0
+    while offset < len(packed):
+        end = offset + 1 + packed[offset]
+        found.append(packed[offset + 1 : end])
+        offset = end
     return found

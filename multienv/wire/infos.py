@@ -273,8 +273,8 @@ class InfoMerger:
         count, size = len(self._every), columns.row.size
         rows = bytearray(count * size)
         self._of_batch = [
-            (key, np.ndarray((count,), kind, rows, place * _CELL, (size,)))
-            for place, (key, kind) in enumerate(zip(columns.keys, columns.types, strict=True))
+            (key, np.ndarray((count,), kind, rows, column * _CELL, (size,)))
+            for column, (key, kind) in enumerate(zip(columns.keys, columns.types, strict=True))
         ]
         self._empty = {name: value for key in columns.keys for name, value in ((key, None), (f"_{key}", self._every))}
         self._rows = memoryview(rows)

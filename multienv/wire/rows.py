@@ -51,7 +51,7 @@ def row_bytes(space: Any) -> tuple[int, ...]:
 
 def leaf_arrays(space: Any, bank: Bank) -> list[Array]:
     """Return for each leaf its array in a bank."""
-    return [bank.leaf(place, leaf.shape, leaf.dtype) for place, leaf in enumerate(leaf_spaces(space))]
+    return [bank.leaf(index, leaf.shape, leaf.dtype) for index, leaf in enumerate(leaf_spaces(space))]
 
 
 def nested(space: Any, leaves: Iterable[Any]) -> Any:
@@ -84,7 +84,7 @@ def stacked(space: Any, values: Sequence[Any]) -> Any:
         return {key: stacked(member, [value[key] for value in values]) for key, member in space.spaces.items()}
     if isinstance(space, spaces.Tuple) and all(isinstance(value, tuple) for value in values):
         members = enumerate(space.spaces)
-        return tuple(stacked(member, [value[place] for value in values]) for place, member in members)
+        return tuple(stacked(member, [value[index] for value in values]) for index, member in members)
     if isinstance(space, _SOLID):
         arrays = [np.asarray(value) for value in values]
         if len({array.shape for array in arrays}) == 1:

@@ -112,7 +112,7 @@ class Verbatim:
         self.whole: Any = None
         self.cells: list[Any] = [None]
         # Digests are computed of each row as bytes, whatever its dtype.
-        self.leaves = [bank.leaf(place, (width,), np.uint8) for place, width in enumerate(bank.layout.leaf_bytes)]
+        self.leaves = [bank.leaf(index, (width,), np.uint8) for index, width in enumerate(bank.layout.leaf_bytes)]
         if self._layout is not None and type(space) in _ARRAYS:
             self.whole = bank.leaf(0, space.shape, space.dtype)
             if len(space.shape) == 1 and space.dtype.isnative:

@@ -163,17 +163,17 @@ class EnvGroup:
 
     def call(self, message: Call) -> bytes:
         """Call a method of each env, or read an attribute that is not callable; as :meth:`each`."""
-        return self.each(message.name, message.slots, lambda place, env: _call_by_name(env, message))
+        return self.each(message.name, message.slots, lambda index, env: _call_by_name(env, message))
 
     def write(self, message: SetAttribute) -> bytes:
         """Set an attribute of each env; as :meth:`each`."""
         name, values = message.name, message.values
-        return self.each(name, message.slots, lambda place, env: env.set_wrapper_attr(name, values[place]))
+        return self.each(name, message.slots, lambda index, env: env.set_wrapper_attr(name, values[index]))
 
     def get(self, message: GetAttribute) -> bytes:
         """Read an attribute of each env or of a wrapper of it; as :meth:`each`."""
 
-        def read(place: int, env: Any) -> Any:
+        def read(index: int, env: Any) -> Any:
             value = _attribute(env, message.name)
             return Method() if _is_method(value) or (message.callables and callable(value)) else value
 
@@ -182,7 +182,7 @@ class EnvGroup:
     def is_wrapped(self, kind: tuple[str, str], slots: Sequence[int] | None) -> bytes:
         """Tell of each env whether it has a wrapper of a class, given by module and name; as :meth:`each`."""
 
-        def look(place: int, env: Any) -> bool:
+        def look(index: int, env: Any) -> bool:
             wrappers = [type(layer) for layer in seeding.layers_of(env) if isinstance(layer, gymnasium.Wrapper)]
             return any((base.__module__, base.__name__) == kind for one in wrappers for base in one.__mro__)
 
@@ -194,7 +194,7 @@ class EnvGroup:
         Args:
             name: Of the method or attribute, for errors.
             slots: Which envs; ``None``: all.
-            ask: Called with the place in ``slots`` and the env.
+            ask: Called with the index in ``slots`` and the env.
 
         Returns:
             A pickle: the list of answers, each pickled by itself (``None``: it failed), and failures by slot.
@@ -202,11 +202,11 @@ class EnvGroup:
         values: list[bytes | None] = []
         failures: dict[int, Failure] = {}
         self.raised = False
-        for place, slot in enumerate(range(self.slots) if slots is None else slots):
+        for index, slot in enumerate(range(self.slots) if slots is None else slots):
             self.words[SLOT] = slot + 1
             values.append(None)
             try:
-                values[place] = pickled(name, ask(place, self.envs[slot]))
+                values[index] = pickled(name, ask(index, self.envs[slot]))
             except Exception as error:
                 failures[slot] = failure_of(error)
                 self.raised |= slot not in self.waiting

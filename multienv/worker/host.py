@@ -221,7 +221,7 @@ class Host:
         self._answer_all(number, self._envs().write(message))
 
     def _render(self, number: int, message: Render) -> None:
-        self._answer_all(number, self._envs().each("render", message.slots, lambda place, env: env.render()))
+        self._answer_all(number, self._envs().each("render", message.slots, lambda index, env: env.render()))
 
     def _keep_snapshot(self, number: int, message: KeepSnapshot) -> None:
         self._answer(number, self._on_keep(message.number, message.token))

@@ -170,8 +170,8 @@ def _why(name: str) -> str:
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and (frame.f_code.co_filename == __file__ or "<frozen " in frame.f_code.co_filename):
         frame = frame.f_back
-    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return f"{place} looks up __main__.{name} in a worker, and it did not travel there with env_fn."
+    location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"{location} looks up __main__.{name} in a worker, and it did not travel there with env_fn."
 
 
 def _remedy(name: str) -> str:

@@ -150,8 +150,8 @@ class Stepper:
             packer=self._packer,
             is_verbatim=exact,
             sides=tuple(
-                (bank, place, reply.rows.whole, reply.rows.cells, key, reply.digest, reply)
-                for bank, place, reply in zip(segment.banks, segment.reply_places, self._replies, strict=True)
+                (bank, area, reply.rows.whole, reply.rows.cells, key, reply.digest, reply)
+                for bank, area, reply in zip(segment.banks, segment.reply_areas, self._replies, strict=True)
             ),
         )
 
