@@ -47,7 +47,7 @@ DIRECTED: dict[str, Case | ManagerCase] = {
         EPISODES,
         (Fault(0, "request", 4, "in the env", code=CRASHED, times=2), Fault(0, "replay", 2, "raises")),
     ),
-    "no short replay leads back": Case(
+    "no short replay recovers the envs": Case(
         "subprocess_env",
         "snapshot",
         EPISODES,
