@@ -15,6 +15,8 @@ from multienv.errors import UsageError
 OnLoss = Literal["replay", "truncate", "raise"]
 # Longer than any use; a clock in float64 still counts seconds exactly up to there.
 _LONGEST = 10**15
+# Less than Python with numpy needs, and more than anybody's limit in MiB or KiB.
+_LEAST_RSS = 16 * 2**20
 _ON_LOSS = ("replay", "truncate", "raise")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "on_crash": _ON_LOSS,
@@ -197,8 +199,8 @@ class RestartPolicy(Named):
         recycle_after_episodes: Replace a process after this many episodes; needs one env per process. With 1, each
             episode has a new process.
         recycle_after: Replace a process after this many seconds.
-        max_rss: Replace a process when its resident memory exceeds this many bytes. Give more than the envs of the
-            process need when they are new.
+        max_rss: Replace a process when its resident memory exceeds this many bytes, at least 16 MiB. Give more than
+            the envs of the process need when they are new.
     """
 
     on_crash: OnLoss = "replay"
@@ -237,6 +239,11 @@ class RestartPolicy(Named):
         for name in ("snapshot_every", "recycle_after_steps", "recycle_after_episodes", "max_rss"):
             if getattr(self, name) is not None:
                 self._check_integer(name, 1)
+        if self.max_rss is not None and self.max_rss < _LEAST_RSS:
+            raise UsageError(
+                f"RestartPolicy.max_rss is {self.max_rss!r}, and counts bytes: no worker is as small as that. Give "
+                "max_rss=2 * 2**30 for 2 GiB."
+            )
 
     @property
     def replays(self) -> bool:

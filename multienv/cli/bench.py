@@ -52,7 +52,7 @@ def bench(
 
     For example:
 
-    multienv bench CartPole-v1 --envs 32
+    multienv bench CartPole-v1 --num-envs 32
 
     multienv bench my_envs.py:MyEnv --against gymnasium,sb3
 

@@ -35,7 +35,7 @@ from multienv.wire.segment import (
 )
 
 _KINDS = {STEP: "step", BEGIN: "reset"}
-_TITLE = re.compile(r"multienv (envs? (\d+)\S*)")
+_TITLE = re.compile(r"multienv (envs? (\d+)(?:-(\d+))?)")
 # Seconds between two samples of a worker's words.
 _SAMPLING = 0.02
 # Seconds between two searches for new workers.
@@ -51,6 +51,7 @@ class Worker:
 
     Attributes:
         first: Index of its first env in the batch; ``None``: one env without an index.
+        number: How many envs it has.
         name: The worker's name, from the title of its process: its envs.
     """
 
@@ -59,6 +60,7 @@ class Worker:
         title = _TITLE.match(" ".join(process.cmdline()))
         self.name = "env" if title is None else title[1]
         self.first = None if title is None else int(title[2])
+        self.number = 1 if title is None else int(title[3] or title[2]) - int(title[2]) + 1
         self._since, self._is_older = time.monotonic(), True
         self._doing = self._work()
         self._begin_round()
@@ -112,6 +114,7 @@ class Worker:
             "busy": self._busy / self._samples,
             "awaited": self._awaited / self._samples,
             "step_seconds": (now - self._began) / asked if asked else None,
+            "steps_per_second": self.number * asked / (now - self._began),
             "env_seconds": step_seconds or None,
             "rss": self._process.memory_info().rss,
             "restarts": words[RESTARTS],

@@ -35,7 +35,7 @@ EnvArgument = Annotated[
     ),
 ]
 KwargsOption = Annotated[str, typer.Option(help="Arguments for the env, as JSON.", metavar="JSON")]
-NumEnvsOption = Annotated[int, typer.Option("--envs", "--num-envs", min=1, help="Number of envs.")]
+NumEnvsOption = Annotated[int, typer.Option("--num-envs", min=1, help="Number of envs.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
 ReportsOption = Annotated[
     Path | None, typer.Option(help="Directory of the crash reports. Default: $MULTIENV_REPORTS, else the user's cache.")
@@ -125,7 +125,8 @@ class Work:
             return
         tail = os.pread(self._output.fileno(), _TAIL, max(0, size - _TAIL)).replace(b"\0", b"")
         lines = [line[:200] for line in tail.decode(errors="replace").splitlines() if line.strip()]
-        last = "\n".join(f"    {line}" for line in lines[-_LAST_LINES:])
+        newest_first = dict.fromkeys(reversed(lines))  # each of them once: every process prints the same warnings
+        last = "\n".join(f"    {line}" for line in [*newest_first][:_LAST_LINES][::-1])
         self.printed = visible(f"The env printed {decimal(size)}; --verbose shows all of it. The last lines:\n{last}")
 
     def show_printed(self, console: Console) -> None:

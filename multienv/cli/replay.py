@@ -7,6 +7,7 @@ import json
 import sys
 from bdb import BdbQuit
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,7 @@ def replay(
     ] = None,
     env_kwargs: Annotated[str | None, typer.Option(help="Arguments for --env, as JSON.")] = None,
     debug: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger before the fatal request.")] = False,
+    last: Annotated[int, typer.Option(min=1, help="Without an argument: how many of the newest reports to list.")] = 10,
     reports: ReportsOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each event as a line of JSON, and the list as one document.")
@@ -46,7 +48,7 @@ def replay(
 ) -> None:
     """Run a lost episode again in this process, up to the request in which its worker was lost.
 
-    Without an argument: list the crash reports, the newest first.
+    Without an argument: list the last ten crash reports, the newest last.
 
     Each answer on the way is compared with the recorded one. If the fault happens again, it ends this process as it
     ended the worker. Modules of --env are also found in the current directory. A report is a pickle: only replay
@@ -70,7 +72,7 @@ def replay(
     directory = store.directory_for(reports)
     try:
         if report is None:
-            _list(console, directory, as_json=as_json)
+            _list(console, directory, last, as_json=as_json)
             return
         faulthandler.enable()
         found = load(_path(report, directory))
@@ -95,19 +97,23 @@ def _path(report: str, directory: Path | None) -> Path:
     return path
 
 
-def _list(console: Console, directory: Path | None, *, as_json: bool) -> None:
-    """Print the reports in the directory, one line each, the newest first."""
+def _list(console: Console, directory: Path | None, last: int, *, as_json: bool) -> None:
+    """Print the last reports in the directory, one line each, the newest last."""
     paths = store.listed(directory)
-    found = [summary for summary in map(summary_of, paths) if summary is not None]
+    found = list(islice((summary for summary in map(summary_of, paths) if summary is not None), last))[::-1]
     if as_json:
         console.print(json.dumps(found, indent=2))
         return
     if not found:
         console.print(f"There are no reports in {directory}.")
     else:
-        console.print(f"Reports in {directory}, the newest first. To replay one: `multienv replay {_LATEST}`, or NAME.")
+        known = f" {len(found)} of {len(paths)};" if len(found) == last < len(paths) else ""
+        console.print(
+            f"Reports in {directory},{known} the newest last. To replay one: `multienv replay {_LATEST}`, or NAME."
+        )
+        at_width: dict[str, Any] = {"soft_wrap": False, "no_wrap": True, "overflow": "ellipsis"}
         for one in found:
-            console.print(report_line(one))
+            console.print(report_line(one), **at_width if console.is_terminal else {})
     for path in paths:
         if not path.is_file():  # a FIFO, or a link to a device: see reports.read
             console.print(f"Not read: {path.name} is not a regular file.")

@@ -26,6 +26,18 @@ def visible(text: str) -> str:
 
 def report_line(summary: dict[str, Any]) -> str:
     """Return one line about a crash report, see ``summary_of``: its age, outcome, name and loss."""
-    path = Path(summary["report"])
-    age = f"{duration(max(0.0, time.time() - time_of(path)))} ago"
-    return visible(f"{age:>11}  {summary['outcome']:9}  {path.name}  {summary['what']}")
+    return visible(f"{_age_and_outcome(summary)}  {Path(summary['report']).name}  {_what(summary)}")
+
+
+def loss_line(summary: dict[str, Any]) -> str:
+    """Return the same with the name last: where a line is cut off, the loss is still to be read."""
+    return visible(f"{_age_and_outcome(summary)}  {_what(summary)}  {Path(summary['report']).name}")
+
+
+def _age_and_outcome(summary: dict[str, Any]) -> str:
+    age = f"{duration(max(0.0, time.time() - time_of(Path(summary['report']))))} ago"
+    return f"{age:>11}  {summary['outcome']:9}"
+
+
+def _what(summary: dict[str, Any]) -> str:
+    return " ".join(summary["what"].removeprefix("The process of ").split())

@@ -17,12 +17,12 @@ from rich.text import Text
 
 from multienv.cli.onlooker import Trainer
 from multienv.cli.options import JsonOption, ReportsOption, plain_console
-from multienv.cli.texts import duration, report_line
+from multienv.cli.texts import duration, loss_line
 from multienv.reports import store
 from multienv.reports.read import summary_of
 
 _STYLES = {"building": "cyan", "replaying": "yellow", "busy": "green", "idle": ""}
-_COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "per step", "in env", "RSS", "lost")
+_COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "per step", "in env", "steps/s", "RSS", "lost")
 _LOSSES_SHOWN = 5
 
 
@@ -92,7 +92,7 @@ def _drawn(document: dict[str, Any]) -> Group:
         text.append("The trainer waits for no worker in particular.\n")
     text.append(f"Crash reports in {reports['directory']}: {reports['number']}\n", "dim")
     for loss in document["losses"]:
-        text.append(f"{report_line(loss)}\n")
+        text.append(f"{loss_line(loss)}\n")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in _COLUMNS[:3] else "right", no_wrap=True)
@@ -107,6 +107,7 @@ def _drawn(document: dict[str, Any]) -> Group:
             Text(f"{row['awaited']:.0%}", "yellow" if row["awaited"] >= 0.5 else ""),
             "" if row["step_seconds"] is None else duration(row["step_seconds"]),
             "" if row["env_seconds"] is None else duration(row["env_seconds"]),
+            f"{row['steps_per_second']:,.0f}",
             decimal(row["rss"]),
             str(row["restarts"]),
         )

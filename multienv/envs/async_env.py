@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
+from multienv.asking.fanout import resumed
 from multienv.config import check_seconds, takes_options_of
 from multienv.envs.building import EnvFn, WorkerOptions
 from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
 from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeout, rebuilt
 from multienv.events import Event, Hook, Statistics, call_hooks, checked_hooks
-from multienv.fanout import resumed
 from multienv.threads import Pool, Task
 from multienv.wire.actions import own_copy
 from multienv.wire.codecs import Transition

@@ -449,6 +449,9 @@ def _needed(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def listed_env_fns(owner: str, env_fns: Iterable[EnvFn]) -> list[EnvFn]:
     """Return functions that need no argument, one for each env; see :func:`checked_env_fn`. Raises UsageError."""
+    if isinstance(env_fns, str) or not isinstance(env_fns, Iterable):
+        made = "[fn] or [fn] * n" if callable(env_fns) else "[lambda: gymnasium.make(...)] * n"
+        raise UsageError(f"{owner}: env_fns is {env_fns!r:.100}; give a list with one function for each env: {made}.")
     found = list(env_fns)
     if not found:
         raise UsageError(f"{owner}: env_fns is empty; give one function for each env.")

@@ -8,9 +8,10 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from multienv.asking.fanout import FanOut, Round, resumed
+from multienv.asking.members import Followup
 from multienv.config import checked_seed, integer
 from multienv.errors import UsageError
-from multienv.fanout import FanOut, Followup, Round, resumed
 from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
 from multienv.wire.messages import Call, Message, Render

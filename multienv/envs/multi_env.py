@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
+from multienv.asking.fanout import FanOut, Round, resumed
+from multienv.asking.members import Blocking
+from multienv.asking.stream import OwnPace, Stream
 from multienv.config import integer
 from multienv.cores import spread
 from multienv.envs.autoreset import AutoresetFollowup, AutoResetWrapper, joined
@@ -22,9 +25,7 @@ from multienv.envs.subprocess_env import (
 )
 from multienv.errors import ActionError, ClosedError, EnvsFailedError, UsageError
 from multienv.events import Statistics
-from multienv.fanout import Blocking, FanOut, Round, resumed
 from multienv.recovery.supervisor import Supervisor
-from multienv.stream import OwnPace, Stream
 from multienv.wire.actions import own_copy
 from multienv.wire.messages import Reset, reset_of_one
 

@@ -1,8 +1,8 @@
 """The envs of a launched manager: the state of each, the answers taken up, and the requests that follow from them.
 
-A :class:`~multienv.stream.Stream` keeps requests and answers. Everything else about an env is in its record. Records
-are replaced, never changed, together with the answers that they take up; what a call hands over is removed by one
-assignment that nothing follows but the return. So an exception of a signal handler (Ctrl-C) finds an answer either
+A :class:`~multienv.asking.stream.Stream` keeps requests and answers. Everything else about an env is in its record.
+Records are replaced, never changed, together with the answers that they take up; what a call hands over is removed by
+one assignment that nothing follows but the return. So an exception of a signal handler (Ctrl-C) finds an answer either
 taken up or not, and a timestep either still there or handed over. A reset that a record says is due is asked then, or
 by the next call.
 """
@@ -19,13 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multienv import interrupts
+from multienv.asking.endless import Noted, Ready
+from multienv.asking.fanout import FanOut
+from multienv.asking.members import InThread, ask_patiently
+from multienv.asking.stream import OneEach, Stream
 from multienv.cores import spread
 from multienv.errors import ClosedError, EnvError, EnvsFailedError, RestartBudgetExceeded, UsageError, WorkerLostError
-from multienv.fanout import FanOut, InThread, Noted, Ready, ask_patiently
 from multienv.managers.config import EnvManagerConfig, EnvState, Timestep
 from multienv.recovery.state_machine import Episode
 from multienv.recovery.supervisor import Supervisor
-from multienv.stream import OneEach, Stream
 from multienv.threads import Task, close_at_once
 from multienv.wire.actions import own_copy
 from multienv.wire.codecs import Transition

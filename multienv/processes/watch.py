@@ -25,10 +25,13 @@ class Watch:
 
     Args:
         bell: Ends a wait when it is rung.
+
+    Attributes:
+        has_waited: What was heard last was not there at the first look.
     """
 
     def __init__(self, bell: Bell) -> None:
-        self._bell = bell
+        self._bell, self.has_waited = bell, False
         self._has_epoll = hasattr(select, "epoll")
         self._poller: Any = select.epoll() if self._has_epoll else select.poll()
         self._poller.register(bell.descriptor, select.POLLIN)
@@ -97,12 +100,13 @@ class Watch:
             looks_for_ends: Look for processes that have ended even if others have answered.
         """
         ended: list[int] = []
+        self.has_waited = False
         answered = self._look()
         if looks_for_ends or not answered:
             answered += self._read(0.0, ended)
         if answered or ended or until <= (now := monotonic()):
             return answered, ended
-        asleep_at = now + LOOKING
+        self.has_waited, asleep_at = True, now + LOOKING
         for _ in range(TRAINER_LOOKS):
             give_way()
             answered = self._look() or (self._read(0.0, ended) if self._many else [])

@@ -39,15 +39,22 @@ class Snapshot:
         token: Number of the frozen process.
         position: Where the worker stood when the snapshot was taken, as ``Checkpoints.position()`` returns it.
         kept: The snapshots of the worker.
+        of: The envs, in words.
     """
 
-    __slots__ = ("__weakref__", "kept", "position", "token")
+    __slots__ = ("__weakref__", "kept", "of", "position", "token")
 
-    def __init__(self, token: int, position: Mapping[str, Any], kept: KeptSnapshots) -> None:
+    def __init__(self, token: int, position: Mapping[str, Any], kept: KeptSnapshots, of: str) -> None:
         self.token = token
         self.position = position
         self.kept = kept
+        self.of = of
         kept.add(self)
+
+    def __repr__(self) -> str:
+        """Return what it is a snapshot of, and after how many steps."""
+        freed = ", freed" if self.is_free else ""
+        return f"<Snapshot of {self.of} after {self.position['steps']} steps{freed}>"
 
     def free(self) -> None:
         """End the frozen process. A second call does nothing."""
@@ -147,7 +154,7 @@ class Checkpoints:
         token = next(_tokens)
         try:
             obstacle = worker.ask_between(KeepSnapshot(token, worker.position.number))
-            snapshot = Snapshot(token, self.position(), self._kept)
+            snapshot = Snapshot(token, self.position(), self._kept, worker.reporter.env_in(-1))
         except BaseException:
             sometimes("a snapshot is broken off while it is taken")
             if worker.channel is not None:

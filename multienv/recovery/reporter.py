@@ -14,6 +14,7 @@ from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Stat
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
+from multienv.recovery.repeats import Repeats
 from multienv.reports.crash import Case, CrashReports
 from multienv.reports.texts import env_error, lost_error, named, outcome_text, what_happened
 from multienv.wire.messages import Failure
@@ -52,6 +53,7 @@ class Reporter:
         self.queue: dict[Reporter, None] = {}
         self._slots = len(position.seeds)
         self._hooks = hooks
+        self._repeats = Repeats()
         self._losses = self._exact = self._repeated = self._truncated = self._replayed = self._recycled = 0
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
 
@@ -162,7 +164,7 @@ class Reporter:
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
     def recovery(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> Recovery:
-        """Count the outcome of a loss, and log one warning that describes both."""
+        """Count the outcome of a loss; log a warning that describes both, or count it with others of its kind."""
         recovery = Recovery(
             loss,
             outcome,
@@ -175,7 +177,10 @@ class Reporter:
         )
         self.reports.close(recovery)
         self._times.append(recovery.seconds)
-        logger.warning("%s", outcome_text(recovery))
+        cause = loss.env_index, loss.cause, loss.exit_code
+        line = self._repeats.line(cause, outcome, outcome_text(recovery), time.monotonic())
+        if line:
+            logger.warning("%s", line)
         new = self._for_hooks(recovery)
         # Nothing is called from here until the caller has committed the state, as in loss().
         self.last_recovery = recovery
@@ -189,9 +194,13 @@ class Reporter:
 
     def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
         """Note that an exception of an env ended its episode, as ``on_error="truncate"`` says."""
-        logger.warning("An exception of the env ended its episode (on_error='truncate'): %s", error, exc_info=error)
+        index = self.index_of(slot)
+        text = f"An exception of the env ended its episode (on_error='truncate'): {error}"
+        line = self._repeats.line((index, type(error).__name__), "truncated", text, time.monotonic())
+        if line:
+            logger.warning("%s", line, exc_info=error if line == text else None)
         loss = Loss(
-            env_index=self.index_of(slot),
+            env_index=index,
             cause="error",
             command="step",
             step=self.episode_steps(slot, "step"),
@@ -222,6 +231,10 @@ class Reporter:
             logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
         self.events += self._for_hooks(Recycled(self.index, why, outcome, reason, progress.replayed, seconds))
         self.queue[self] = None
+
+    def unlogged(self) -> list[str]:
+        """Return a line for each kind of loss of which some are not in the log yet; they then count as logged."""
+        return self._repeats.rest(time.monotonic())
 
     def call_at_last(self, call: Callable[[None], object]) -> None:
         """Queue a call with ``None``, to be made when the caller's call is done."""

@@ -26,6 +26,10 @@ from multienv.errors import CallPendingError, ResetNeededError, UsageError
 from multienv.events import LossCause
 
 
+class RecoveryDue(Exception):  # noqa: N818 - internal
+    """A process must be recovered or built first: call ``collect()`` of the supervisor in a thread, or wait there."""
+
+
 class Process(Enum):
     """Names the states of the worker's process."""
 

@@ -91,6 +91,7 @@ from multienv.recovery.state_machine import (
     NotRecovered,
     Process,
     Recovered,
+    RecoveryDue,
     Replied,
     Request,
     Rules,
@@ -139,10 +140,6 @@ _PATH = 50
 # Those that take long: a caller that has other workers to wait for leaves them to a thread.
 _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
-
-
-class RecoveryDue(Exception):  # noqa: N818 - internal
-    """A lost process must be recovered, or the envs built, first: call ``collect()`` in a thread, or wait there."""
 
 
 # All there are in this process.
@@ -1341,6 +1338,9 @@ class Supervisor:
                     self.reporter.call_at_last(self._let_go)  # when that call is done
                     return
             self._end(limit)  # again does nothing, unless it was interrupted
+            unlogged = self.reporter.unlogged()
+            if unlogged:
+                beside(partial(_warn, unlogged), _SOON)
             self._release()
         finally:
             if not mine:  # whether acquire() has returned cannot be known: an interruption may come right after it
@@ -1420,6 +1420,11 @@ class Supervisor:
             journal_bytes=len(self.position.journal),
             snapshots=self.maintenance.snapshots(channel),
         )
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.warning("%s", line)
 
 
 def _name_of(state: State, *, started: bool) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
+import numpy as np
 
 from multienv import Deadlines, MultiEnv, RestartPolicy, create_subprocess_envs
 from multienv.envs.building import WorkerEnv
@@ -18,6 +19,8 @@ EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 # After so many differences a check ends.
 ENOUGH_MISMATCHES = 5
+# Arrays of no more values are shown whole.
+_FEW = 16
 # For envs that may hang by themselves; a step is not expected to take so long.
 PATIENT = Deadlines(reset=60.0, step=60.0)
 
@@ -115,4 +118,24 @@ def difference(seen: Any, expected: Any, name: str) -> str | None:
         pairs = enumerate(zip(seen, expected, strict=True))
         found = (difference(one, other, f"{name}[{index}]") for index, (one, other) in pairs)
         return next((one for one in found if one is not None), None)
-    return None if same(seen, expected) else f"{name}: {seen!r:.300} against {expected!r:.300}"
+    if same(seen, expected):
+        return None
+    if _is_large(seen) and _is_large(expected):
+        return f"{name}: {_difference_of_arrays(seen, expected)}"
+    return f"{name}: {seen!r:.300} against {expected!r:.300}"
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.size > _FEW and not value.dtype.hasobject
+
+
+def _difference_of_arrays(seen: Any, expected: Any) -> str:
+    """Tell how many values of two arrays differ, and the first of them."""
+    if seen.shape != expected.shape or seen.dtype != expected.dtype:
+        return f"{seen.dtype} of shape {seen.shape} against {expected.dtype} of shape {expected.shape}"
+    one, other = np.ascontiguousarray(seen).reshape(-1, 1), np.ascontiguousarray(expected).reshape(-1, 1)
+    differ = (one.view(np.uint8) != other.view(np.uint8)).any(1)
+    place = int(differ.argmax())
+    index = list(map(int, np.unravel_index(place, seen.shape)))
+    pair = f"{one[place, 0]!s:.50} against {other[place, 0]!s:.50}"
+    return f"{differ.sum():,} of {differ.size:,} values differ, the first at {index}: {pair}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy as copying
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
@@ -16,6 +16,9 @@ from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from multienv.asking.endless import Ready
+from multienv.asking.fanout import FanOut, Round
+from multienv.asking.stream import OwnPace, Stream
 from multienv.envs.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
 from multienv.envs.calls import (
     advice_after,
@@ -38,11 +41,9 @@ from multienv.errors import (
     catchable_as,
 )
 from multienv.events import Statistics
-from multienv.fanout import FanOut, Ready, Round
 from multienv.recovery.rollouts import RolloutReply
 from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
-from multienv.stream import OwnPace, Stream
 from multienv.threads import close_at_once
 from multienv.vector.batching import (
     Rows,
@@ -1014,7 +1015,7 @@ class VectorSnapshot:
     """Holds a snapshot of each worker, as :meth:`HostedVectorEnv.snapshot` returns it."""
 
     workers: tuple[Any, ...]
-    begun: tuple[bool, ...]
+    begun: tuple[bool, ...] = field(repr=False)
 
 
 def _infos_at(replies: Sequence[RolloutReply], step: int) -> list[RowsReply]:

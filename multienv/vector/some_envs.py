@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from multienv.fanout import Noted, Ready
+from multienv.asking.endless import Noted, Ready
 from multienv.vector.batching import Array, Rows, joined, listed_observations
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger

@@ -112,10 +112,10 @@ class EnvGroup:
         began = perf_counter()
         try:
             result = self.envs[slot].reset(**arguments)
-            try:
-                observation, info = result
-            except (TypeError, ValueError):
-                raise wrong_result("reset", "observation, info", result) from None
+            # An array of two numbers, or a dict of two keys, could be unpacked too: an observation of the old gym API.
+            if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[1], dict):
+                raise wrong_result("reset", "observation, info", result)
+            observation, info = result
         except BaseException:
             self.starts.forget(slot)
             raise

@@ -18,7 +18,7 @@ class ResultNotPicklable(Exception):  # noqa: N818 - travels as a flag of Failur
 def wrong_result(method: str, wanted: str, result: Any) -> Exception:
     """Return the error for an env whose ``step`` or ``reset`` does not return what gymnasium's API wants."""
     return TypeError(
-        f"env.{method}() returned {type(result).__name__} {_text_of(result):.200}; gymnasium's API wants ({wanted}). "
+        f"env.{method}() must return ({wanted}), and returned {type(result).__name__} {_text_of(result):.200}. "
         "Wrap an env of the old gym API, or mend the env."
     )
 

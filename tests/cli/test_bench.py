@@ -11,7 +11,7 @@ SHORT = ("--seconds", "0.02", "--repeats", "2")
 
 
 def test_layouts_and_peers_are_measured() -> None:
-    done = run_process("bench", "CartPole-v1", "--envs", "3", *SHORT, "--json")
+    done = run_process("bench", "CartPole-v1", "--num-envs", "3", *SHORT, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     names = {(one["package"], one["name"]) for one in told["contenders"]}
@@ -37,7 +37,7 @@ def test_layouts_and_peers_are_measured() -> None:
 @pytest.mark.ci
 def test_against_stable_baselines3() -> None:
     result = run_process(
-        "bench", "CartPole-v1", "--envs", "1", "--seconds", "0.05", "--repeats", "1", "--against", "sb3"
+        "bench", "CartPole-v1", "--num-envs", "1", "--seconds", "0.05", "--repeats", "1", "--against", "sb3"
     )
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("SubprocessVecEnv(env_fns)", "SubprocVecEnv(env_fns)", "DummyVecEnv(env_fns)"):

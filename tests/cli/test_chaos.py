@@ -55,7 +55,7 @@ def test_an_env_that_cannot_be_made() -> None:
 
 
 def test_an_env_that_is_not_deterministic_is_found_out_before_recovery_is_blamed() -> None:
-    result = chaos("Chance-v0", "--kills", "20", "--envs", "1")
+    result = chaos("Chance-v0", "--kills", "20", "--num-envs", "1")
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("Chance-v0 is not deterministic: without any kill, ")
     assert result.stderr.count("\n") == 1
@@ -67,7 +67,7 @@ def test_what_differs_silently_after_a_kill_is_told_and_nothing_else_is_on_stdou
 ) -> None:
     """That a process was forked shows in the very step that it was killed in, which nothing can be held against."""
     monkeypatch.setattr("multienv.testing.chaos.ENOUGH_MISMATCHES", 1)
-    result = chaos(f"{ODD_ENVS}:Forked", "--kills", "60", "--envs", "1", "--snapshot-every", "1", "--json")
+    result = chaos(f"{ODD_ENVS}:Forked", "--kills", "60", "--num-envs", "1", "--snapshot-every", "1", "--json")
     assert result.exit_code == 1, result.output
     told = json.loads(result.stdout)
     assert told["mismatches"]
@@ -89,6 +89,8 @@ def test_every_command_has_help_with_an_example_and_the_version_is_told() -> Non
         told = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "120"}).stdout
         assert f"multienv {name} CartPole-v1" in told
         assert "--json" in told
+        assert " --envs" not in told
+        assert (" --num-envs" in told) == (name != "doctor")
 
 
 def test_the_name_of_an_env_is_no_emoji_code() -> None:

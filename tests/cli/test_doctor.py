@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +18,7 @@ from typer.testing import Result
 
 import multienv as package
 from multienv import RestartPolicy
-from multienv.cli import checks
+from multienv.cli import checks, options
 from multienv.recovery import journal
 
 CHECKS = ["builds", "steps", "repeats", "begins anew", "forks", "replays", "hangs", "leaks"]
@@ -409,6 +412,17 @@ def test_what_an_env_prints_does_not_flood_the_terminal_but_for_its_last_words()
     # Two processes write there: a line of one may lie within a line of the other.
     assert all(printed in loud.stderr for printed in ("out 0", "err 0", "err 9"))
     assert "out 0" not in loud.stdout
+
+
+def test_a_warning_that_each_process_prints_is_shown_once() -> None:
+    with tempfile.TemporaryFile() as output:
+        work = options.Work(options.plain_console(file=io.StringIO()).status(""), output)
+        for process in range(5):
+            os.write(output.fileno(), f"x.py:5: UserWarning: old\n  warn(text)\nready {process}\n".encode())
+        work.finish()
+    assert work.printed.splitlines()[1:] == [
+        f"    {line}" for line in ("ready 2", "ready 3", "x.py:5: UserWarning: old", "  warn(text)", "ready 4")
+    ]
 
 
 def test_what_is_no_env_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -147,6 +147,19 @@ def blocks(page: Path) -> list[str]:
     return [block for opted_out, block in found if not opted_out]
 
 
+def test_the_line_that_the_readme_changes_does_the_same_as_before(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    old, new = re.search(r"^```diff\n-(.*)\n\+(.*)\n```", readme, re.MULTILINE).groups()
+    options = ", ".join(re.findall(r"add `(.*?)`", readme))
+    assert "Deadlines" in options
+    assert "max_rss" in options
+    lines = ["import gymnasium, multienv, numpy", "env_fns = [lambda: gymnasium.make('CartPole-v1')] * 2"]
+    for line in (old, new, f"{new[:-1]}, {options})"):
+        lines += [line, "print(envs.reset(seed=0)[0].tobytes())", "envs.close()"]
+    (tmp_path / "changed.py").write_text("\n".join(lines))
+    assert len(set(run(tmp_path, "changed.py").splitlines())) == 1
+
+
 @pytest.mark.parametrize(
     "page",
     [

@@ -43,7 +43,7 @@ def a_ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_bench_measures_an_env_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "my_envs.py"
     file.write_text("from kit import CounterEnv\ndef make(): return CounterEnv()\n")
-    few = ("--envs", "2", "--seconds", "0.05", "--repeats", "3", "--against", "none", "--json")
+    few = ("--num-envs", "2", "--seconds", "0.05", "--repeats", "3", "--against", "none", "--json")
     done = run_process("bench", f"{file}:make", "--backend", "ray", *few)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)

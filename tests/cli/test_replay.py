@@ -142,7 +142,8 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
     result = run_process("replay", info["multienv"]["report"], "--pdb", stdin=commands)
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "('counted', 3, 3)" in result.stdout
-    assert "All 30 answers match the recorded ones." in result.stdout
+    # From the construction, or from a reset: those where a replay can begin are chosen by the time that envs take.
+    assert re.search(r"All \d+ answers match the recorded ones\.", result.stdout)
     assert "Now the fatal request: step(3), after 3 steps of its episode, last seed 4" in result.stdout
     assert "Segmentation fault" in result.stderr
     assert "in string_at" in result.stderr
@@ -270,8 +271,16 @@ def test_without_an_argument_reports_are_listed_and_latest_is_the_newest(
     assert listed.exit_code == 0
     head, *lines = listed.stdout.splitlines()
     assert str(reports) in head
-    assert [line.split()[3:5] for line in lines] == [["exact", later.name], ["exact", cartpole_report.name]]
-    assert [one["report"] for one in json.loads(replay("--json").stdout)] == [str(later), str(cartpole_report)]
+    assert [line.split()[3:5] for line in lines] == [["exact", cartpole_report.name], ["exact", later.name]]
+    assert [one["report"] for one in json.loads(replay("--json").stdout)] == [str(cartpole_report), str(later)]
+    head, line = replay("--last", "1").stdout.splitlines()
+    assert "1 of 2; the newest last" in head
+    assert later.name in line
+    for number in range(20):
+        later.with_name(f"0{number:02}{later.name[3:]}").write_text(later.read_text())
+    assert [line.split()[4] for line in replay().stdout.splitlines()[-2:]] == [cartpole_report.name, later.name]
+    assert len(replay().stdout.splitlines()) == 1 + 10
+    assert len(replay("--last", "50").stdout.splitlines()) == 1 + 22
     assert json.loads(replay("latest", "--json").stdout.splitlines()[0])["report"] == str(later)
     assert "was killed by SIGKILL" in replay(cartpole_report.name).stdout
     nowhere = replay("latest", "--reports", reports / "none")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -32,7 +33,7 @@ STUCK_AFTER = 30.0
 
 def top(*arguments: object) -> Result:
     """In this process: it looks on from outside all the same."""
-    return CliRunner().invoke(app, ["top", *map(str, arguments)], env={"COLUMNS": "150"})
+    return CliRunner().invoke(app, ["top", *map(str, arguments)], env={"COLUMNS": "100"})
 
 
 def table(pid: int) -> Any:
@@ -60,6 +61,8 @@ def test_the_worker_that_hangs_in_a_step_is_named_with_its_env(trainer: Trainer,
     running = table_where(trainer.pid, lambda seen: all(row["env_seconds"] for row in seen["workers"]))
     assert [row["name"] for row in running["workers"]] == ["envs 0-1", "envs 2-3"]
     assert all(row["step_seconds"] and row["rss"] > 2**20 for row in running["workers"])
+    for row in running["workers"]:
+        assert row["steps_per_second"] == pytest.approx(2 / row["step_seconds"])
     assert running["losses"] == []
 
     (tmp_path / "step-3").touch()
@@ -67,7 +70,7 @@ def test_the_worker_that_hangs_in_a_step_is_named_with_its_env(trainer: Trainer,
     first, second = hung["workers"]
     assert hung["waited_for"] == second
     assert (second["state"], second["request"], second["env"]) == ("busy", "step", "env 3")
-    assert (second["step_seconds"], second["busy"]) == (None, 1.0)
+    assert (second["step_seconds"], second["steps_per_second"], second["busy"]) == (None, 0.0, 1.0)
     assert (first["state"], first["busy"], first["awaited"]) == ("idle", 0.0, 0.0)
     text = top(trainer.pid, "--once", "--every", "0.1").output
     assert "The trainer waits for envs 2-3 (100% of the time)" in text
@@ -94,7 +97,11 @@ def test_a_killed_worker_comes_back_with_its_loss_in_the_table(trainer: Trainer)
     (loss,) = after["losses"]
     assert "was killed by SIGKILL" in loss["what"]
     assert loss["outcome"] == "exact"
-    assert "exact" in top(trainer.pid, "--once", "--every", "0.1").output
+    lines = top(trainer.pid, "--once", "--every", "0.1").output.splitlines()
+    assert re.search(r" ago  exact      envs 0–1 was killed by SIGKILL ", lines[3])
+    head, *rows = lines[-3:]
+    assert head.endswith("  RSS lost")
+    assert [len(row) for row in rows] == 2 * [len(head)], "nothing is cut off"
     again = table_where(trainer.pid, lambda seen: all(row["step_seconds"] for row in seen["workers"]))
     assert again["workers"][0]["pid"] == row["pid"]
 

@@ -80,11 +80,11 @@ class LockInfoEnv(CounterEnv):
 
 
 class OldEnv(CounterEnv):
-    """Of the old gym API: four from step, one from reset when asked for by options."""
+    """Of the old gym API: four from step, an observation from reset when asked for by options."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         result = super().reset(seed=seed)
-        return result[0] if options else result
+        return options["observation"] if options else result
 
     def step(self, action: Any) -> Any:
         observation, reward, terminated, truncated, info = super().step(action)

@@ -113,6 +113,22 @@ def test_time_that_the_trainer_takes_is_not_the_envs(face: Any, tmp_path: Path) 
         assert time.monotonic() - began < 5.0, "ten times the pause"
 
 
+@FACES
+def test_an_env_that_is_slow_at_its_own_pace_is_waited_for(face: Any, tmp_path: Path) -> None:
+    """A step may take ten times as long as those that were seen, which is more than the shortest deadline."""
+    with face(tmp_path, deadlines=AUTO) as envs:
+        envs.reset(seed=5)
+        actions: Any = [0, 0, 0] if face is multi_env else np.zeros(3, np.int64)
+        envs.set_attr("pause", 0.08)
+        for _ in range(22):
+            envs.send(actions)
+            envs.recv()
+        envs.set_attr("pause", 0.6)
+        envs.send(actions)
+        envs.recv()
+        assert losses(envs) == 0
+
+
 def test_resets_have_such_a_deadline_after_three(tmp_path: Path) -> None:
     hangs = partial(FaultyEnv, fault=Fault("hang", "reset", at=4, once=tmp_path / "hung"))
     with MultiEnv(create_subprocess_envs([hangs], deadlines=AUTO)) as envs:

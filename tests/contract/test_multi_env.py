@@ -14,12 +14,12 @@ from gymnasium.wrappers import TimeLimit, TransformReward
 
 from kit import CounterEnv, Fault, FaultyEnv, first_difference, kill_worker
 from multienv import MultiEnv, SerialEnv, SubprocessEnv, create_subprocess_envs
+from multienv.asking.fanout import FanOut
 from multienv.errors import (
     ActionError,
     CallPendingError,
     EnvsFailedError,
 )
-from multienv.fanout import FanOut
 
 
 def of_every_kind(horizon: int | None = 5, context: str = "forkserver") -> list[gymnasium.Env[Any, Any]]:

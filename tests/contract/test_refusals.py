@@ -446,6 +446,11 @@ NOT_BUILT: list[tuple[Any, ...]] = [
         (UsageError, "CartPole", f"{face}([CARTPOLE, 'CartPole-v1'])")
         for face in ("SubprocessVectorEnv", "SerialVectorEnv")
     ),
+    *(
+        (UsageError, words, f"{face}({given})")
+        for face in ("SubprocessVectorEnv", "SerialVectorEnv", "create_subprocess_envs", "SyncSubprocessEnvManager")
+        for words, given in ((r"list .*\[fn\] \* n", "CARTPOLE"), ("list ", "'CartPole-v1'"), ("list ", "None"))
+    ),
     (UsageError, "hooks", "AsyncEnv(CounterEnv, hooks=[1])"),
     (UsageError, "deadlocks", "SubprocessEnv(CounterEnv, context='fork')"),
     (UsageError, "restart", "create_subprocess_envs([CounterEnv] * 3, restart='never')"),

@@ -90,9 +90,25 @@ def test_the_old_api_is_recognised(face):
         with pytest.raises(TypeError, match="terminated, truncated, info") as caught:
             env.step(1)
         assert isinstance(caught.value, MultienvError)
-        with pytest.raises(TypeError, match="observation, info"):
-            env.reset(options={"old": True})
+        for observation, told in (
+            (np.arange(3), r"ndarray \[0 1 2\]"),
+            (np.arange(2), r"ndarray \[0 1\]"),  # these could be unpacked
+            ({"a": 1, "b": 2}, r"dict {'a': 1, 'b': 2}"),
+            ((3, 4), r"tuple \(3, 4\)"),
+            (None, "NoneType None"),
+        ):
+            wrong = rf"env.reset\(\) must return \(observation, info\), and returned {told}"
+            with pytest.raises(TypeError, match=wrong) as caught:
+                env.reset(options={"observation": observation})
+            assert isinstance(caught.value, MultienvError)
         env.reset(seed=0)
+
+
+def test_the_old_api_is_recognised_in_a_batch():
+    with SubprocessVectorEnv([OldEnv] * 2) as envs:
+        with pytest.raises(TypeError, match=r"must return \(observation, info\), and returned ndarray \[0 1\]"):
+            envs.reset(options={"observation": np.arange(2)})
+        envs.reset(seed=0)
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -1,7 +1,8 @@
-"""The log has one warning a loss: what happened, what it cost, where the report is. What is lost: invariants/test_9."""
+"""The log warns of losses: what happened, what it cost, where the report is. What is lost: invariants/test_9."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from functools import partial
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from kit import CounterEnv, SlowEnv, kill_worker
+from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, kill_worker
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv.events import Loss, Recovery
 from multienv.recovery import pending, recoverer
 from multienv.reports import store
 
@@ -23,7 +25,7 @@ from multienv.reports import store
         ("truncate", "Outcome: truncated, the episode has ended, in "),
     ],
 )
-def test_each_loss_is_one_warning(action: Any, cost: str, reports: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_is_one_warning(action: Any, cost: str, reports: Path, caplog: pytest.LogCaptureFixture) -> None:
     policy = RestartPolicy(on_crash=action, snapshots=False)
     with caplog.at_level(logging.INFO, "multienv"), SubprocessEnv(CounterEnv, env_index=3, restart=policy) as env:
         env.reset(seed=7)
@@ -36,6 +38,45 @@ def test_each_loss_is_one_warning(action: Any, cost: str, reports: Path, caplog:
     store.settle()
     (report,) = reports.glob("*.json")
     assert told.endswith(f"s. To see it again: multienv replay {report}")
+
+
+@pytest.mark.parametrize("face", ["env", "batch"])
+def test_losses_that_come_again_are_counted_and_hooks_get_each(face: str, caplog: pytest.LogCaptureFixture) -> None:
+    events: list[Any] = []
+    policy = RestartPolicy(snapshots=False, backoff=0.0)
+    env_fn, options = partial(CounterEnv, horizon=None), {"restart": policy, "hooks": [events.append]}
+    envs: Any = SubprocessEnv(env_fn, env_index=0, **options)  # type: ignore[arg-type]
+    if face == "batch":
+        envs = SubprocessVectorEnv([env_fn, env_fn], envs_per_worker=1, **options)  # type: ignore[arg-type]
+    else:
+        envs.initialize()
+    with contextlib.closing(envs):
+        envs.reset(seed=7)
+        for _ in range(4):
+            envs.step([1, 1] if face == "batch" else 1)
+            kill_worker(envs)
+        envs.step([1, 1] if face == "batch" else 1)
+        first = "The process of env 0 was killed by SIGKILL"
+        assert [record.getMessage().startswith(first) for record in caplog.records] == [True]
+    _, rest = [record.getMessage() for record in caplog.records]
+    assert re.match(rf"3 such losses in the last \d+ s, all exact. The last: {first}.* Outcome: exact", rest)
+    assert [type(event) for event in events] == 4 * [Loss, Recovery]
+
+
+def test_exceptions_that_end_episodes_are_counted_too(caplog: pytest.LogCaptureFixture) -> None:
+    fault = partial(FaultyEnv, fault=Fault("raise", "step", at=2, per="episode"))
+    with SubprocessEnv(fault, restart=RestartPolicy(on_error="truncate")) as env:
+        for _ in range(3):
+            env.reset(seed=0)
+            while not env.step(1)[3]:
+                pass
+        (whole,) = caplog.records
+        assert whole.exc_info
+    _, rest = caplog.records
+    assert re.match(
+        r"2 such losses in the last \d+ s, all truncated. The last: An exception of the env", rest.getMessage()
+    )
+    assert not rest.exc_info
 
 
 def test_a_quick_replacement_by_plan_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -295,3 +295,18 @@ def test_snapshot_of_a_dead_worker_that_is_not_to_be_recovered_says_so(on_crash:
         if on_crash == "truncate":
             assert env.step(1)[3]
         assert env.reset(seed=0)[0][0] == 0
+
+
+def test_a_snapshot_tells_what_it_is_of() -> None:
+    with SubprocessEnv(ENDLESS, env_index=3) as env:
+        env.reset(seed=1)
+        for _ in range(2):
+            env.step(np.int64(1))
+        kept = env.snapshot()
+        assert repr(kept) == "<Snapshot of env 3 after 2 steps>"
+        kept.free()
+        assert repr(kept) == "<Snapshot of env 3 after 2 steps, freed>"
+    with SubprocessVectorEnv([ENDLESS] * 4, envs_per_worker=2) as envs:
+        envs.reset(seed=1)
+        workers = "<Snapshot of envs 0–1 after 0 steps>, <Snapshot of envs 2–3 after 0 steps>"
+        assert repr(envs.snapshot()) == f"VectorSnapshot(workers=({workers}))"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 
-from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, NondeterministicEnv
+from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, NondeterministicEnv, own_name
 
 
 class DrawingEnv(CounterEnv):
@@ -189,7 +189,7 @@ class SharedMemoryEnv(ForkingEnv):
     """Has shared memory with a name, which it never unlinks, and forked children that hold all that it has open."""
 
     def __init__(self, **forking: Any) -> None:
-        self.shared = SharedMemory(create=True, size=4096)
+        self.shared = SharedMemory(own_name(), create=True, size=4096)
         self.shared_name = self.shared.name
         tracker: Any = resource_tracker._resource_tracker
         self.tracker = tracker._pid
@@ -209,7 +209,7 @@ class UntidyEnv(CounterEnv):
     """Has shared memory with a name, which it never unlinks; does not wait for the resource tracker to start."""
 
     def __init__(self) -> None:
-        self.shared_name = SharedMemory(create=True, size=4096).name
+        self.shared_name = SharedMemory(own_name(), create=True, size=4096).name
         super().__init__()
 
 

@@ -30,7 +30,6 @@ from kit import (
     is_alive,
     monitor_itself,
     monitor_pid,
-    new_names,
     snapshot_resources,
 )
 from kit.trainer_process import GONE_WITHIN, STUCK_AFTER, Trainer, becomes_true
@@ -69,20 +68,11 @@ def end(kind: str, context: str, marker: str, how: str) -> None:
     sys.exit(3) if how == "sys.exit" else os._exit(4)
 
 
-@pytest.fixture
-def no_new_names() -> Any:
-    before = frozenset(os.listdir("/dev/shm"))
-    yield
-    assert not new_names(before, frozenset(os.listdir("/dev/shm")))
-
-
 @pytest.mark.parametrize(
     ("kind", "context"),
     [("subprocess_env", "forkserver"), ("multi_env", "forkserver"), ("vector_env", "spawn")],
 )
-def test_nothing_outlives_a_trainer_that_is_killed_while_an_env_hangs(
-    kind: str, context: str, marker: str, no_new_names: None
-) -> None:
+def test_nothing_outlives_a_trainer_that_is_killed_while_an_env_hangs(kind: str, context: str, marker: str) -> None:
     """In one of the cases as a batch system does it: by SIGTERM to the group, of which the monitor is."""
     with Trainer("test_7_nothing_left_behind", "hang", kind, context, marker) as trainer:
         trainer.expect("ready")
@@ -134,9 +124,7 @@ def test_what_an_env_has_started_ends_with_its_process(kind: str, how: Any) -> N
         ("async_env", "exception", 1),
     ],
 )
-def test_nothing_outlives_a_trainer_that_ends_without_close(
-    kind: str, how: str, code: int, marker: str, no_new_names: None
-) -> None:
+def test_nothing_outlives_a_trainer_that_ends_without_close(kind: str, how: str, code: int, marker: str) -> None:
     with Trainer("test_7_nothing_left_behind", "end", kind, "forkserver", marker, how) as trainer:
         trainer.expect("ready")
         assert trainer.wait() == code
@@ -162,7 +150,7 @@ def test_shared_memory_of_an_env_goes_with_its_process(how: str, forking: dict[s
     env = SubprocessEnv(partial(SharedMemoryEnv, **forking), deadlines=Deadlines(step=0.2), restart=policy)
     with env:
         name = env.get_attr("shared_name")
-        assert is_there(name)
+        assert name in snapshot_resources().shared_memory
         if how != "close":
             env.reset(seed=0)
             if how != "hung":

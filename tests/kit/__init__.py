@@ -25,7 +25,7 @@ HOMES = {
     ],
     "faults": ["FailsNthTime", "Fault", "FaultError", "TwoArgumentError"],
     "kills": ["kill_worker"],
-    "leaks": ["assert_nothing_left", "new_names", "no_leaks", "snapshot_resources"],
+    "leaks": ["assert_nothing_left", "no_leaks", "own_name", "snapshot_resources"],
     "monitor": ["monitor_itself", "monitor_pid", "monitor_process"],
     "process_table": ["descendants", "is_alive"],
     "space_env": ["SpaceEnv", "TokenSpace", "digest_value", "example_spaces"],

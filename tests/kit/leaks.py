@@ -10,6 +10,7 @@ or ``with no_leaks(): ...``. Read from /proc of Linux.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kit.process_table import ProcessRecord, family, mark_descendants
+from kit.process_table import Mark, ProcessRecord, family, mark_descendants, tokens
 
 POLL_SECONDS = 0.01
 
@@ -29,10 +30,6 @@ kept_by_libraries: set[int] = set()
 
 class LeakError(AssertionError):
     """Something was left behind; the message names it."""
-
-
-# How the names in /dev/shm begin that Python's multiprocessing makes, and ours.
-KINDS_OF_NAMES = ("psm_", "sem.", "multienv")
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Resources:
         descriptors: What each leads to.
         processes: Its descendants, zombies included; also those that lost their parent, if they were started after the
             first snapshot and by way of an exec.
-        shared_memory: The names in /dev/shm, which belong to the machine: see `new_names`.
+        shared_memory: The names in /dev/shm that this process or a descendant has made by `own_name`.
         memory_maps: Its mappings of anonymous files and of those in /dev/shm: (name, inode) each.
         threads: The native ids and names of its Python threads; None if not asked for.
     """
@@ -75,14 +72,15 @@ class Resources:
 
 def snapshot_resources(*, threads: bool = False) -> Resources:
     """What this process holds now. The first call also marks the environment, so that later descendants are known."""
+    mark = mark_descendants()
     descriptors = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile, as the one that lists the directory is
             descriptors[int(name)] = str(Path("/proc/self/fd", name).readlink())
     return Resources(
         descriptors,
-        family(mark_descendants()),
-        frozenset(os.listdir("/dev/shm")),
+        family(mark),
+        names_of(mark),
         _memory_maps(),
         {one.native_id: one.name for one in threading.enumerate() if one.native_id is not None} if threads else None,
     )
@@ -103,7 +101,7 @@ def _what_is_left(before: Resources, now: Resources, ignored: Ignored) -> Iterat
         is_new = earlier is None or earlier.started != record.started
         if pid not in ignored.pids and (is_new or (record.is_zombie and not earlier.is_zombie)):  # type: ignore[union-attr]
             yield f"{'zombie' if record.is_zombie else 'process'} {record}"
-    for name in sorted(new_names(before.shared_memory, now.shared_memory)):
+    for name in sorted(now.shared_memory - before.shared_memory):
         yield f"shared memory /dev/shm/{name}"
     for name, inode in sorted(now.memory_maps - before.memory_maps):
         yield f"memory map {name} (inode {inode})"
@@ -112,26 +110,17 @@ def _what_is_left(before: Resources, now: Resources, ignored: Ignored) -> Iterat
             yield f"thread {name} (native id {native_id})"
 
 
-def new_names(before: frozenset[str], now: frozenset[str]) -> frozenset[str]:
-    """The names in /dev/shm that are new and of a kind that ours make, but for those of a process that is none of ours.
+def own_name() -> str:
+    """A new name for shared memory; it tells which processes it belongs to.
 
-    Another process that runs tests at the same time may use semaphores of ``multiprocessing``, and other programs leave
-    names of their own kinds.
+    Any program may leave names in /dev/shm, also by Python's multiprocessing, and nothing else tells who made one.
     """
-    inodes = {}
-    for name in now - before:
-        if name.startswith(KINDS_OF_NAMES):
-            with suppress(OSError):  # it is gone again
-                inodes[name] = Path("/dev/shm", name).stat().st_ino
-    if not inodes:
-        return frozenset()
-    ours, foreign = {os.getpid(), *family(mark_descendants())}, set()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in ours:
-            with suppress(OSError):  # it has ended
-                # A semaphore is mapped by another name than the one it has in the end: only its inode tells.
-                foreign.update(inode for _, inode in _memory_maps(entry))
-    return frozenset(name for name, inode in inodes.items() if inode not in foreign)
+    return f"multienv-{'-'.join(tokens())}-{secrets.token_hex(4)}"
+
+
+def names_of(mark: Mark) -> frozenset[str]:
+    """The names in /dev/shm that the marked process or a descendant has made by `own_name`."""
+    return frozenset(name for name in os.listdir("/dev/shm") if mark.token in name)
 
 
 def assert_nothing_left(
@@ -165,9 +154,9 @@ def no_leaks(
     assert_nothing_left(before, timeout=timeout, ignore=ignore)
 
 
-def _memory_maps(pid: str = "self") -> frozenset[tuple[str, int]]:
+def _memory_maps() -> frozenset[tuple[str, int]]:
     found = set()
-    for line in Path("/proc", pid, "maps").read_bytes().splitlines():
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
         if b"/memfd:" in line or b"/dev/shm/" in line:
             fields = line.decode(errors="replace").split(maxsplit=5)
             if len(fields) == 6 and fields[5].startswith(("/memfd:", "/dev/shm/")):

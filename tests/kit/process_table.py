@@ -50,10 +50,14 @@ def mark_descendants() -> Mark:
     global _mark
     if _mark is None or _mark.pid != os.getpid():
         _mark = Mark(os.getpid(), uuid.uuid4().hex)
-    tokens = os.environ.get(MARK_VARIABLE, "").split()
-    if _mark.token not in tokens:
-        os.environ[MARK_VARIABLE] = " ".join([*tokens, _mark.token])
+    if _mark.token not in tokens():
+        os.environ[MARK_VARIABLE] = " ".join([*tokens(), _mark.token])
     return _mark
+
+
+def tokens() -> list[str]:
+    """The tokens in the environment: of this process if it is marked, and of those that it descends from."""
+    return os.environ.get(MARK_VARIABLE, "").split()
 
 
 def is_alive(pid: int) -> bool:

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from kit import CounterEnv
-from multienv import cores, fanout
+from multienv import cores
+from multienv.asking import endless, fanout, members
 from multienv.envs import building
 from multienv.events import LossCause
 from multienv.processes import launcher
@@ -267,9 +268,9 @@ class Simulation:
         kept = building.Launch, fanout.wait_any, time.monotonic, random.getstate(), np.random.get_state()
         processes = launcher._monitor, launcher._ordered, time.sleep, cores._here
         # Threads take their turns: what one worker's recovery shows of an env is known to the next one.
-        pools = fanout.Pool, building.Pool
-        watch, fanout.Watch = fanout.Watch, partial(SimulatedWatch, self)  # type: ignore[assignment, misc]
-        fanout.Pool = building.Pool = OneByOne  # type: ignore[assignment, misc]
+        pools = members.Pool, building.Pool
+        watch, endless.Watch = endless.Watch, partial(SimulatedWatch, self)  # type: ignore[assignment, misc]
+        members.Pool = building.Pool = OneByOne  # type: ignore[assignment, misc]
         stopwatch = time.perf_counter
         cores._here = partial(int, -1)  # workers are asked in their order, wherever this process runs
         building.Launch = self.launcher  # type: ignore[assignment, misc]
@@ -277,7 +278,7 @@ class Simulation:
         launcher._monitor = lambda ended=None: self  # type: ignore[assignment, misc]
         launcher._ordered = lambda client, order, shared: order.launch()  # type: ignore[assignment]
         time.sleep = self.sleep  # type: ignore[assignment]
-        for module in (time, fanout, hot_path):
+        for module in (time, fanout, endless, hot_path):
             module.monotonic = self.clock  # type: ignore[attr-defined]
         for module in (time, env_group, host, worker_rollouts):
             module.perf_counter = self.clock  # type: ignore[attr-defined]
@@ -286,9 +287,9 @@ class Simulation:
         finally:
             building.Launch, fanout.wait_any, clock, generator, legacy = kept  # type: ignore[misc]
             launcher._monitor, launcher._ordered, time.sleep, cores._here = processes
-            fanout.Pool, building.Pool = pools  # type: ignore[misc]
-            fanout.Watch = watch  # type: ignore[misc]
-            for module in (time, fanout, hot_path):
+            members.Pool, building.Pool = pools  # type: ignore[misc]
+            endless.Watch = watch  # type: ignore[misc]
+            for module in (time, fanout, endless, hot_path):
                 module.monotonic = clock  # type: ignore[attr-defined]
             for module in (time, env_group, host, worker_rollouts):
                 module.perf_counter = stopwatch  # type: ignore[attr-defined]
@@ -320,7 +321,7 @@ class SimulatedWatch:
     """Stands in for ``multienv.processes.watch.Watch``: while it waits, one process after the other answers or dies."""
 
     def __init__(self, simulation: Simulation, bell: Bell) -> None:
-        self.simulation, self.bell = simulation, bell
+        self.simulation, self.bell, self.has_waited = simulation, bell, True
         self.asked: dict[int, tuple[SimulatedChannel, int]] = {}
 
     def add(self, member: int, channel: SimulatedChannel | None, number: int) -> bool:

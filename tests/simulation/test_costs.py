@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 import multienv
-from multienv import MultiEnv, RestartPolicy, SubprocessVectorEnv, create_subprocess_envs, fanout
+from multienv import MultiEnv, RestartPolicy, SubprocessVectorEnv, create_subprocess_envs
+from multienv.asking import fanout
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.native import native
 from multienv.wire.segment import REPLY, REQUEST, WORKER_SLEEPS

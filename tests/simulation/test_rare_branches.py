@@ -92,6 +92,14 @@ DIRECTED: dict[str, Case | ManagerCase] = {
     "a reset or a call ends process after process": Case(
         "SAME_STEP", "journal", ROLLOUTS, (Fault(0, "request", 6, "garbage", times=4),), eager=True, rare=64512
     ),
+    "the process of new envs is killed from outside while calls are repeated": Case(
+        "multi_env",
+        "memory",
+        EPISODES,
+        (Fault(0, "request", 15, "replied"), Fault(0, "ask", 3, "executed", times=4)),
+        eager=True,
+        rare=576534,
+    ),
     "the reply to a rollout is unreadable": Case(
         "subprocess_env", "truncate", ROLLOUTS_WITHOUT_CALLS, (Fault(0, "request", 5, "garbage", times=2),), rare=510400
     ),

@@ -34,6 +34,7 @@ WRONG: dict[str, list[Any]] = {
     **{name: [*NOT_COUNTS, None] for name in COUNTS},
     "poison_after": [*NOT_COUNTS, None, 0],
     **{name: [0, -1, math.nan, "many", True] for name in LIMITS},
+    "max_rss": [0, -1, math.nan, "2GiB", True, 100, 2_000, 2_000_000],  # MiB and KiB
 }
 RIGHT: dict[str, list[Any]] = {
     **{name: [0, 1.5, np.float32(1)] for name in ("backoff", "max_backoff", "replay_limit")},
@@ -43,6 +44,7 @@ RIGHT: dict[str, list[Any]] = {
     **{name: [0, np.int64(5)] for name in COUNTS},
     "poison_after": [1],
     **{name: [None, 1] for name in LIMITS},
+    "max_rss": [None, 100 * 2**20],
 }
 
 
@@ -53,6 +55,11 @@ def test_policies_refuse_what_makes_no_sense_by_name(name):
             RestartPolicy(**{name: value})
     for value in RIGHT.get(name, []):
         assert getattr(RestartPolicy(**{name: value}), name) == value
+
+
+def test_a_limit_of_memory_in_another_unit_than_bytes_is_refused_with_the_right_one():
+    with pytest.raises(UsageError, match=r"max_rss is 100, and counts bytes.*max_rss=2 \* 2\*\*30 for 2 GiB"):
+        RestartPolicy(max_rss=100)
 
 
 @pytest.mark.parametrize("name", DEADLINES)
@@ -130,5 +137,6 @@ def test_the_options_that_are_typed_and_described_are_those_that_are_taken():
 
 def test_options_show_what_is_chosen_and_no_more():
     assert repr(RestartPolicy()) == "RestartPolicy()"
-    assert repr(RestartPolicy(on_crash="raise", max_rss=5)) == "RestartPolicy(on_crash='raise', max_rss=5)"
+    policy = RestartPolicy(on_crash="raise", max_rss=10**9)
+    assert repr(policy) == "RestartPolicy(on_crash='raise', max_rss=1000000000)"
     assert repr(Deadlines(step=None, close=5.0, start=1)) == "Deadlines(start=1)"

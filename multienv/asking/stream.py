@@ -21,10 +21,12 @@ from time import monotonic
 from typing import Any, Protocol
 
 from multienv import interrupts
+from multienv.asking.endless import Endless, Noted, Ready
+from multienv.asking.fanout import FanOut, Round
 from multienv.config import check_seconds, integer
-from multienv.errors import CallPendingError, UsageError, WaitTimeout
+from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
 from multienv.events import Statistics
-from multienv.fanout import Endless, FanOut, Noted, Ready, Round
+from multienv.threads import Bell
 
 
 class Sharing(Protocol):
@@ -103,7 +105,7 @@ class Stream:
         self._counted = monotonic()  # so far
         self.decided: Callable[[], None] | None = None
         self.is_read = False
-        current = fan.begin_endless()
+        current = self._begun()
         # Env → its request, which is asked, or waits for those of the envs that share its worker.
         self._given = {
             env: noted for member, noted in current.requests.items() for env in self._sharing.envs(member, noted)
@@ -146,7 +148,7 @@ class Stream:
         """Note what has come as ready; if nothing has, wait for something, by ``time.monotonic()`` until then."""
         self._ask()
         if not self._note():
-            self._fan.take(until)
+            self._round().take(until)
             self._note()
 
     def first(self, count: int | None, at_most: int | None, timeout: float | None) -> list[int]:
@@ -286,7 +288,7 @@ class Stream:
             member: noted for member in self._due if member not in asked and (noted := due(member, given)) is not None
         }
         if requests:
-            self._fan.send_some(requests, parts if len(requests) == len(self._due) else None)
+            self._round().send(requests, parts if len(requests) == len(self._due) else None)
         self._due.clear()
 
     def _note(self) -> bool:
@@ -307,7 +309,19 @@ class Stream:
         return True
 
     def _round(self) -> Endless:
-        return self._fan.endless()[0]
+        current = self._fan.unfinished
+        if not isinstance(current, Endless):  # by another thread, or by a signal handler
+            raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
+        return current
+
+    def _begun(self) -> Endless:
+        """Return the endless round; it goes on with a call in two halves that is pending."""
+        members, pending = self._fan.members, self._fan.unfinished
+        if isinstance(pending, Endless):
+            return pending
+        members.bell = members.bell or Bell()
+        current = members.asked = Endless(members, members.bell, pending)
+        return current
 
     def _asked(self) -> list[int]:
         """Return the envs that are asked, or will be without any more being given."""
@@ -346,7 +360,7 @@ class OwnPace:
     """
 
     def __init__(self, fan: FanOut, sharing: Sharing | None = None) -> None:
-        self._fan, self._sharing = fan, sharing or OneEach(len(fan.supervisors))
+        self._fan, self._sharing = fan, sharing or OneEach(len(fan.members.supervisors))
         self.stream: Stream | None = None
         self._seconds = [0.0, 0.0, 0.0]  # of streams that have ended, see Stream.seconds
 
@@ -384,11 +398,13 @@ class OwnPace:
 
     def settle_stream(self, name: str) -> None:
         """Give all envs back to the caller."""
-        if isinstance(self._fan.unfinished, Endless):
+        current = self._fan.unfinished
+        if isinstance(current, Endless):
             stream = self.stream or Stream(self._fan, self._sharing)
             stream.end(name)
             self._seconds, self.stream = self._with_those_of(stream), None
-            self._fan.end_endless()
+            current.end()
+            self._fan.forget()
 
     def is_busy(self) -> bool:
         """Tell whether envs are under way."""

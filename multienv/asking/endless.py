@@ -1,0 +1,242 @@
+"""A round that never ends: each member goes at its own pace, and what has come is taken as it comes.
+
+``stream.py`` has what is made of it for envs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from math import inf
+from time import monotonic
+from typing import Any, NamedTuple
+
+from multienv.asking.members import InThread, Members, is_asked
+from multienv.processes.channel import LONGEST_SLEEP
+from multienv.processes.watch import Watch
+from multienv.recovery import hot_path
+from multienv.recovery.hot_path import MISSING, STEPPING_ASYNC
+from multienv.threads import Bell, Task
+
+# So many seconds after requests were sent it is looked which of them are overdue.
+_LOOK_EVERY = 0.1
+
+
+class Noted(NamedTuple):
+    """A request in an endless round, where each member may be asked something else.
+
+    Attributes:
+        name: What the caller called.
+        content: An action, a message, or :class:`InThread`.
+    """
+
+    name: str
+    content: Any
+
+
+class Ready(NamedTuple):
+    """Holds what has come of a request in an endless round to an env.
+
+    Attributes:
+        name: What the caller called.
+        answer: Of the supervisor; in a batch a reply with this env alone.
+        error: What was raised, or ``None``.
+    """
+
+    name: str
+    answer: Any
+    error: BaseException | None
+
+
+class Endless:
+    """Asks each member again when it has answered: what is asked of those that go at their own pace, and what has come.
+
+    No call goes over all members, however many there are.
+
+    Args:
+        members: The members.
+        bell: Rung by threads, and when the envs are closed.
+        pending: The round of a call in two halves, of which the answers are taken one by one; ``None``: there is none.
+
+    Attributes:
+        requests: Member → its request, for those that are asked.
+        answers: Member → what it answered, ``None`` if it failed; for those whose answer has come.
+        failures: Member → what it raised.
+        sending: Members that are being asked; ``()``: all are asked.
+    """
+
+    name, waits, resumed, is_interrupted, is_supervised = "", False, False, False, True
+
+    def __init__(self, members: Members, bell: Bell, pending: Any) -> None:
+        bell.silence()
+        self._members, self._bell, self._watch = members, bell, Watch(bell)
+        self._look_at = 0.0  # when to go over all members that are asked: for deadlines, say
+        self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
+        self._slow: set[int] = set()  # members that were asked when all were gone over: their times are noted
+        self.requests: dict[int, Noted] = {}
+        self.answers: dict[int, Any] = {}
+        self.failures: dict[int, BaseException] = {}
+        self.tasks: dict[int, Task] = {}
+        self.ended: dict[int, Any] = {}
+        self.sending: Collection[int] = ()
+        if pending is not None:
+            self._go_on_with(pending)
+
+    def _go_on_with(self, pending: Any) -> None:
+        self.failures, self.tasks, self.ended = pending.failures, pending.tasks, pending.ended
+        for place, request in enumerate(pending.requests):
+            if pending.asks(place, self._members.nothing):
+                self.requests[place] = Noted(pending.name, request)
+                if not pending.lacks(place):
+                    self.answers[place] = pending.answers[place]
+        for task in self.tasks.values():
+            task.notify(self._bell.ring)
+
+    def end(self) -> None:
+        """End the round, in which nothing is asked any more."""
+        self._watch.end()
+
+    def lacks(self, place: int) -> bool:
+        """Tell whether a member is asked and its answer lacks."""
+        return place in self.requests and place not in self.answers
+
+    def asks(self, place: int, nothing: Any) -> bool:
+        """Tell whether a member is asked something."""
+        return place in self.requests
+
+    def request(self, place: int) -> tuple[str, Any]:
+        """Return what a member is asked: name and content."""
+        return self.requests[place]
+
+    def forget(self, places: Iterable[int]) -> None:
+        """Forget these members: they are not asked, or what came of it is noted elsewhere. Again does nothing."""
+        for place in places:
+            self.requests.pop(place, None)
+            self.answers.pop(place, None)
+            if self.failures or self.ended:
+                self.failures.pop(place, None)
+                self.ended.pop(place, None)
+
+    def take_back(self) -> bool:
+        """Forget the requests of the members that are being asked."""
+        for place in self.sending:
+            self.tasks.pop(place, None)
+        self.forget(self.sending)
+        self.sending = ()
+        return False
+
+    def leave_to_thread(self, place: int) -> Callable[[], object]:
+        """Note that a thread takes care of a member; return what is called when it has ended."""
+        self._watch.remove(place)  # the thread hears it
+        return self._bell.ring
+
+    def look_after(self, place: int) -> None:
+        """Note that a member has been asked something else."""
+        self._look_now.add(place)
+
+    def refusal(self, asked: str) -> str:
+        """Return why a member that was asked for ``asked`` here is not asked elsewhere."""
+        return f"its {asked}() is under way; recv() of the envs that it belongs to gives the result."
+
+    # --- asking and taking ------------------------------------------------------------------------
+
+    def send(self, requests: Mapping[int, Noted], contents: Sequence[Any] | None = None) -> None:
+        """Send requests to members that are not asked. Broken off, none of them was made.
+
+        Args:
+            requests: Member → its request.
+            contents: If all are steps, their actions once more, in the same order, in the form that is sent fastest.
+        """
+        members, watch, supervisors = self._members, self._watch, self._members.supervisors
+        self.sending = tuple(requests)
+        self.requests.update(requests)
+        plain: list[int] = []
+        for place, noted in requests.items():
+            if place in members.blocking:
+                members.note(self, place, partial(members.blocking[place], *noted))
+            elif noted.name == "step" and type(noted.content) is not InThread:
+                supervisor = supervisors[place]
+                if not watch.add(place, supervisor.channel, supervisor.position.number + 1):
+                    self._look_now.add(place)
+                plain.append(place)
+            else:
+                members.send(self, place)
+                self._look_now.add(place)
+        asked, done, count = [supervisors[place] for place in plain], 0, len(plain)
+        if contents is None or count < len(requests):
+            contents = [requests[place].content for place in plain]
+        while done < count:
+            done += hot_path.ask(asked, range(done, count), contents, STEPPING_ASYNC, members.me)
+            if done < count:
+                members.send(self, plain[done])
+                self._look_now.add(plain[done])
+                done += 1
+        self.sending = ()
+        self._look_at = min(self._look_at, monotonic() + _LOOK_EVERY)
+        if self.tasks:
+            members.start(self)
+
+    def take(self, until: float) -> None:
+        """Take what has come; if nothing has, wait for something.
+
+        Args:
+            until: When to give up, by ``time.monotonic()``. It may return earlier, with nothing taken.
+        """
+        try:
+            self._take_answered(*self._come(until))
+        except BaseException:
+            self._look_at = 0.0  # a wake byte may have been read in vain
+            raise
+
+    def _come(self, until: float) -> tuple[list[int], list[int]]:
+        """Return the members that have answered, and those that something else has come of; wait if there are none."""
+        members, now = self._members, monotonic()
+        others = members.ended(self) if self.tasks else []
+        goes_over_all = now >= self._look_at
+        if goes_over_all or self._look_now:
+            others += self._overdue(now)
+        answered, ended = self._watch.heard(-inf if others else min(until, self._look_at), looks_for_ends=goes_over_all)
+        if self._watch.has_waited:  # else an answer may have lain there while the trainer was elsewhere
+            for place in self._slow.intersection(answered):
+                members.supervisors[place].note_time()
+        self._slow.difference_update(answered)
+        return answered, others + ended
+
+    def _overdue(self, now: float) -> list[int]:
+        """Return the members of which something can be taken; leave those that are overdue to threads."""
+        members, heard, wake = self._members, [], now + LONGEST_SLEEP
+        goes_over_all = now >= self._look_at
+        for place in list(self.requests if goes_over_all else self._look_now):
+            if not self.lacks(place) or place in self.tasks or place in members.blocking:
+                continue
+            supervisor = members.supervisors[place]
+            waited = supervisor.waiting() if is_asked(self, supervisor) else None
+            if waited is None:
+                heard.append(place)
+                continue
+            self._watch.add(place, *waited[:2])
+            if waited[0].answered(waited[1]):
+                heard.append(place)
+            elif now < waited[2]:
+                wake = min(wake, waited[2])
+                self._slow.add(place)
+            else:
+                members.begin(self, place, supervisor.resume)
+        self._look_now.clear()
+        self._look_at = wake if goes_over_all else min(wake, self._look_at)
+        return heard
+
+    def _take_answered(self, answered: list[int], others: list[int]) -> None:
+        """Take the answers of some members, the plain ones together."""
+        members = self._members
+        answered = [place for place in answered if self.lacks(place) and place not in self.tasks]
+        if answered:
+            answers: list[Any] = [MISSING] * len(answered)
+            supervisors = [members.supervisors[place] for place in answered]
+            hot_path.take(supervisors, range(len(answered)), answers, STEPPING_ASYNC, members.leaves_ends)
+            for place, answer in zip(answered, answers, strict=True):
+                if answer is MISSING:
+                    others.append(place)
+                else:
+                    self.answers[place] = answer
+        members.collect(self, dict.fromkeys(others))
