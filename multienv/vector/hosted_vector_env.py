@@ -16,7 +16,7 @@ from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from multienv.asking.endless import Ready
+from multienv.asking.endless import Result
 from multienv.asking.fanout import FanOut, Round
 from multienv.asking.stream import OwnPace, Stream
 from multienv.envs.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
@@ -507,14 +507,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise outcome
         return outcome  # type: ignore[no-any-return]
 
-    def _merged(self, results: Sequence[Ready]) -> dict[str, Any]:
+    def _merged(self, results: Sequence[Result]) -> dict[str, Any]:
         if not any(one.answer.extras for one in results):
             return {}
         if self._infos_of_some.num_envs != len(results):
             self._infos_of_some = InfosOfSome(len(results))
         return self._infos_of_some.merged(results)
 
-    def _error_of_some(self, envs: Sequence[int], results: Sequence[Ready]) -> EnvsFailedError | None:
+    def _error_of_some(self, envs: Sequence[int], results: Sequence[Result]) -> EnvsFailedError | None:
         """Return the error for what has failed, with what the others of these envs returned."""
         failures = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
         if any(type(error) is ClosedError for error in failures.values()):
@@ -529,12 +529,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended)
         return _collect("recv", failures, returned, *advice_after("step", self.autoreset_mode))
 
-    def _has_episode(self, env: int, ready: Ready) -> bool:
+    def _has_episode(self, env: int, result: Result) -> bool:
         """Tell whether an env has an episode after what has come of its request."""
-        if ready.error is not None:
-            return bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(ready.error))
-        is_over = self._is_disabled and (ready.answer.terminated[0] or ready.answer.truncated[0])
-        return ready.name == "reset" or not is_over
+        if result.error is not None:
+            return bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(result.error))
+        is_over = self._is_disabled and (result.answer.terminated[0] or result.answer.truncated[0])
+        return result.name == "reset" or not is_over
 
     # --- many steps -------------------------------------------------------------------------------
 
