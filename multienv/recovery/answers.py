@@ -1,8 +1,8 @@
-"""What the caller gets for a reply: read out of the bank and the payload, with honest truncations laid over it.
+"""Make the caller's answer from a reply: read the bank and the payload, and write truncations over lost slots.
 
-A single env is a batch of one, whose caller gets slot 0 alone. A truncation shows the observations once more that the
-caller saw last, as the worker's position says. Reading a reply does not change it: the supervisor commits what was
-``Read`` together with the request.
+A single env is a batch of one, whose caller gets only slot 0. A truncation shows the observation that the caller saw
+last, which the worker's position holds. Reading a reply changes nothing, so it can be repeated: the supervisor commits
+the ``Read`` together with the end of the request.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Answers:
         self.generators: Mapping[int, bytes] = NONE
 
     def read(self, segment: Segment, number: int) -> Read:
-        """Return the reply as it travelled. Raises nothing: all of it is bytes."""
+        """Return the reply as bytes. Nothing is unpickled, so nothing can raise."""
         return Read(number, *payload_of(segment, number), self._position.seen, self._position.pickled_rows)
 
     def step(self, segment: Segment, read: Read, skipped: Skipped) -> RowsReply | Transition | Exception:
@@ -174,7 +174,7 @@ class Answers:
         return reply
 
     def shown(self, segment: Segment) -> Any:
-        """Return what the caller saw last: an observation; the arrays of rows; or what travelled for each slot."""
+        """Return what the caller saw last: an observation; the arrays of the rows; or a pickled row for each slot."""
         if self._codec.exact:
             return self._last_observation(segment, 0)
         if not self._codec.has_rows:
@@ -182,7 +182,7 @@ class Answers:
         return [leaf.copy() for leaf in self._codec.rows(segment, self._position.seen).leaves]
 
     def _extras(self, number: int, rest: bytes) -> tuple[Extras, dict[int, Exception]]:
-        """Take apart what a reply carries beside its rows; raise what a single env's info raises."""
+        """Unpack what a reply carries beside its rows; raise the error of a single env's info that is illegible."""
         extras, illegible = unpack_extras(rest) if rest else (Extras(), {})
         if extras.generators:  # resets at which a replay can begin
             self.started, self.generators = number, extras.generators

@@ -1,7 +1,7 @@
-"""Where a worker's envs stand, as the caller has seen them: the one thing that a recovery leads back to.
+"""Where a worker's envs stand, as the caller has seen them: a recovery ends at this position.
 
-The supervisor writes it, and the hot path; everybody else reads it. A kept snapshot, a checkpoint and a crash report
-hold what :meth:`Position.dump` returns.
+Only the supervisor and the hot path write it. A kept snapshot, a checkpoint and a crash report hold what
+:meth:`Position.dump` returns.
 """
 
 from __future__ import annotations

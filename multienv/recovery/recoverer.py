@@ -1,9 +1,10 @@
-"""The ways back to where a worker was lost, tried one after the other.
+"""Recover the envs of a lost process, by one method after the other.
 
-First the forked snapshot of the lost process, in which later requests are run again. Then new processes that run the
-journal, in which each slot begins at a reset of its own. Each is compared with what the caller saw, slot by slot. The
-first one in which no slot differs is taken. Where some differ in each, the last replay is taken with its mismatches,
-unless all slots differ there, as that of a single env does: then there is no way back.
+The first method is the forked snapshot of the lost process, in which the later requests are executed again. The others
+are replays of the journal in new processes, in which each slot begins at a reset of its own. Each result is compared
+with what the caller saw, slot by slot, and the first one in which no slot differs is taken. If there is none, the last
+replay is taken with its mismatches, unless all its slots differ (with a single env, that is any mismatch): then the
+envs cannot be recovered.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
-# How often the trainer looks, within the limit of a replayed request, whether the replay moves on.
+# How often the trainer checks, within the limit of a replayed request, whether the replay makes progress.
 _LOOKS = 8
 # Seconds until a forked snapshot that does not wake is given up; waking takes some milliseconds.
 _UP_WITHIN = 10.0
-# After this many seconds the log says what a recovery is doing, and again each time that they have doubled.
+# After so many seconds the log says what a recovery is doing; then again whenever it has taken twice as long.
 _SILENCE = 2.0
-# Seconds between two looks whether the worker was closed during a back-off.
+# Seconds between two checks whether the worker was closed during a back-off.
 _LOOK = 0.02
 _BUILDING = -2
 
@@ -59,7 +60,7 @@ class BudgetSpentError(Exception):
 
 
 class RequestFailedError(Exception):
-    """Raised when a request of our own (build, replay, …) raised in the worker; ``failure`` says what."""
+    """Raised when an internal request (build, replay, …) raised in the worker; ``failure`` says what."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -67,7 +68,7 @@ class RequestFailedError(Exception):
 
 
 def _unreadable(error: Exception) -> Failure:
-    """Return what tells that the description of the envs names a class that is not here: each process would send it."""
+    """Return the failure for a description of the envs that cannot be unpickled here, whichever process sends it."""
     text = (
         "The env was built, but its spaces, metadata or spec cannot be read in the trainer: "
         f"{type(error).__name__}: {error}. A class that the env makes at run time is missing here: make it in the "
@@ -102,7 +103,7 @@ class RecoveredEnvs:
 
     Attributes:
         channel: Of their process.
-        mismatches: Slot → difference of those that are not what was seen.
+        mismatches: Slot → difference, for each slot that is not as the caller saw it.
         plan: The replay that led there; ``None``: it began with a snapshot.
     """
 
@@ -118,11 +119,11 @@ class Recoverer:
         launcher: Where processes come from.
         policy, deadlines: The limits.
         tell: Logs what a recovery that takes long is doing.
-        strayed: Told of a slot, and the difference, that was replayed from a reset otherwise than it was seen.
+        strayed: Called with a slot, and the difference, if a replay from a reset differs from what the caller saw.
 
     Attributes:
-        description: What the envs are; known once they were built.
-        codec: How their steps travel; known then.
+        description: Of the envs; known once they were built.
+        codec: Encodes actions and decodes replies; known then.
         restarts: Processes started in place of lost ones.
         turns: Bounds how many workers build at the same time; ``None``: nothing does.
     """
@@ -151,7 +152,7 @@ class Recoverer:
     # --- requests of our own ------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """Return a number for a request that the caller did not make."""
+        """Return a number for an internal request: negative, so it equals none of the caller's."""
         return next(self._numbers)
 
     def publish(self, channel: Channel, number: int, payload: bytes) -> None:
@@ -169,14 +170,14 @@ class Recoverer:
         limits: Sequence[float] = (),
         progress: RecoveryProgress | None = None,
     ) -> Any:
-        """Send a request of our own to a process and return its answer.
+        """Send an internal request to a process and return its answer.
 
         Args:
             channel: To the process.
             message: The request.
             until: When to give up, by ``time.monotonic()``; ``None``: never.
             limits: The seconds that an env may take in each request of a replay, as ``REPLAYING`` says it.
-            progress: The recovery that it belongs to; the log is told if that takes long.
+            progress: Of the recovery that it belongs to, for the log.
 
         Raises:
             Gone: The process was lost, or did not answer in time and was killed.
@@ -194,11 +195,11 @@ class Recoverer:
         limits: Sequence[float] = (),
         progress: RecoveryProgress | None = None,
     ) -> Any:
-        """Wait for the answer to a request of our own, and return it; see :meth:`ask`."""
+        """Wait for the answer to an internal request, and return it; see :meth:`ask`."""
         banks, words = channel.segment.banks, channel.segment.words
         until = math.inf if until is None else until
         mark, since = (-1, -1), 0.0
-        pause = min(limits, default=math.inf) / _LOOKS  # the shortest: whatever is called now, the next is seen in time
+        pause = min(limits, default=math.inf) / _LOOKS  # short enough for every request, whichever comes next
         while True:
             now, before = time.monotonic(), mark
             mark = words[REPLAYING], words[SLOT]  # the env that is being called, and in which request
@@ -221,20 +222,20 @@ class Recoverer:
         return value
 
     def _wait(self, channel: Channel, number: int, limit: float, progress: RecoveryProgress | None) -> bool:
-        """Wait for an answer; tell the log what is being done each time that the recovery is due to say so."""
+        """Wait for an answer until ``limit``; log what is being done each time that ``progress`` says so."""
         while True:
             nearest = limit if progress is None else min(limit, progress.log_at)
             if channel.wait(number, None if nearest == math.inf else nearest):
                 return True
             if progress is None or nearest == limit:
                 return False
-            sometimes("the log is told of a recovery that takes long")
+            sometimes("a recovery that takes long is logged")
             running = channel.segment.words[REPLAYING]
             doing = f"{progress.doing}, {running - 1} are done" if running > 1 else progress.doing
             self._say(progress, doing)
 
     def _say(self, progress: RecoveryProgress, doing: str) -> None:
-        """Tell the log what a recovery is doing; next time when it has taken twice as long."""
+        """Log what a recovery is doing; the next time will be when it has taken twice as long."""
         now = time.monotonic()
         progress.log_at = now + (now - progress.began)
         self._tell(doing, progress)
@@ -247,7 +248,7 @@ class Recoverer:
         Args:
             build: That request.
             replacement: It takes the place of a lost one.
-            lost: Slots whose generators are not put back: they would draw once more what the caller has seen.
+            lost: Slots whose generators are not restored: they would repeat draws that the caller has seen.
         """
         channel = self._current = self._launcher.start()
         if self._closed:
@@ -325,7 +326,7 @@ class Recoverer:
         return progress
 
     def arm(self, progress: RecoveryProgress) -> None:
-        """Give a recovery its whole time from now on: an interrupted one goes on in a later call."""
+        """Restart the deadline of a recovery: an interrupted one goes on in a later call, with its whole time."""
         limit = self._deadlines.recovery
         progress.until = None if limit is None else time.monotonic() + limit
 
@@ -358,8 +359,8 @@ class Recoverer:
     ) -> RecoveredEnvs | None:
         """Recover the envs from the forked snapshot that a lost process left; ``None`` if that fails.
 
-        A woken copy first takes another snapshot. If the copy is killed from outside before it is handed over, that
-        one is woken, up to so many times.
+        A woken copy first takes another snapshot. If the copy is killed from outside before it is handed over, the
+        other snapshot is woken, up to ``tries`` times in all.
         """
         plan = None if fate.snapshot is None else since(fate.snapshot)
         if plan is None:
@@ -447,7 +448,7 @@ class Recoverer:
             plans: The replays to try, in order.
             progress: Counts what it takes.
             reason: Why there is no plan, if there is none.
-            anew: Slots whose envs are to be new ones.
+            anew: Slots whose envs are new ones and need not match.
 
         Raises:
             NotBuilt: No process with the envs can be had.

@@ -1,4 +1,4 @@
-"""A process that is replaced by plan, between two requests: where its successor comes from."""
+"""Replace a process by plan, between two requests: by one with new envs, or one in which the envs are replayed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from multienv.wire.messages import Build
 
 
 class Replacement(NamedTuple):
-    """Says what came of a replacement by plan.
+    """Holds the outcome of a replacement by plan.
 
     Attributes:
-        progress: What it took.
-        reason: Why there is none, or why what goes on is not exact; or ``""``.
+        progress: What it has taken.
+        reason: Why the process is not replaced; or ``""``.
         channel: To the new process; ``None``: there is none.
         build: The request that built its envs.
         calls: Calls and attributes that were repeated in it, if all its envs are new ones.
         plan: What was replayed in it, if not all are.
-        is_built: The envs could be built.
+        is_built: The envs could be built in a new process.
     """
 
     progress: RecoveryProgress
@@ -38,13 +38,13 @@ class Replacement(NamedTuple):
 
 
 def can_replay(position: Position, anew: frozenset[int]) -> bool:
-    """Tell whether a replay may lead to all envs but those that are to be new ones, as far as is known."""
+    """Tell whether a replay may recover all envs except those that are to be new ones, as far as is known."""
     journal = position.journal
     return not journal.memory.has_shown and any(plan.missing.keys() <= anew for plan in journal.plans(near=True))
 
 
 def replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, bytes]) -> Replacement:
-    """Bring envs, which are not lost, to a new process.
+    """Move envs that are not lost to a new process.
 
     Args:
         recoverer: Of the worker.

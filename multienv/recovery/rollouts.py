@@ -1,4 +1,4 @@
-"""What the caller gets for a rollout: each request in it is read as the reply to such a request alone, then stacked."""
+"""Make the caller's answer to a rollout: each reply in it is read like any other, and the results are stacked."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RolloutReply:
 
 
 class RolloutReader:
-    """Makes the reply to a rollout of what a worker answered.
+    """Reads what a worker answered to a rollout.
 
     Args:
         codec: Of the worker.

@@ -1,9 +1,8 @@
 """Keeps the envs of one worker alive: what is asked, what is answered, and what happens when the process is lost.
 
-A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). What a state means and what
-follows from an event is decided in ``state_machine``; how envs are recovered, by a ``Healing`` for each loss. Plain
-steps, of many workers at once, are asked and taken in ``hot_path``. What the caller has seen of the worker is its
-``Position``.
+A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). The module ``state_machine``
+decides what follows from each event. A ``Healing`` recovers the envs after each loss. The module ``hot_path`` sends
+plain steps to many workers at once and takes their answers. The ``Position`` holds what the caller has seen.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
 and the next call collects it: reading a reply does not use it up, and an answer is committed at once with all that says
@@ -961,7 +960,7 @@ class Supervisor:
             self.apply_limits()
 
     def resume(self) -> Any:
-        """Return the answer to the pending request, or, if none is pending, the last answer once more."""
+        """Return the answer to the pending request; if none is pending, return the last answer again."""
         with self.lock:
             if self.state.request is not None:
                 return self.collect()
@@ -991,7 +990,7 @@ class Supervisor:
             return channel, number, self.pending.due(channel, number, self.state.request)
 
     def bound(self, seconds: float) -> None:
-        """Give the pending request a deadline: so many seconds from now, and in each process that it is asked of."""
+        """Give the pending request a deadline: so many seconds from now, and so many in each further process."""
         with self.lock:
             self.pending.bound(seconds)
 

@@ -4,8 +4,8 @@ The digest of memory is one number of 64 bits. It is a sum over words of 8 bytes
 its place and multiplied, half by half, as NH does (Black et al., "UMAC: Fast and Secure Message Authentication", 1999;
 XXH3 is built on it). ``_native.c`` computes the same at the speed of memory; this module is the reference.
 
-The digest of a value that has no fixed layout has 16 bytes. Containers are walked, arrays go by their memory. What
-cannot be walked goes by its pickle, if the value pickles twice to the same bytes.
+The digest of a value without a fixed layout has 16 bytes. It is computed of the items of containers and of the memory
+of arrays; of any other value it is computed of its pickle, if the value pickles twice to the same bytes.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def _mixed(words: Array) -> Array:
 
 _KEYS = _mixed(np.arange(1, _WORDS + 1, dtype=np.uint64) * _STEP)
 
-# Begins what stands in the place of a digest for a value that cannot be compared; the name of its type follows.
+# A value that cannot be compared has these bytes instead of a digest, and behind them the name of its type.
 MARK = b"no bytes"
 _DIGEST_BYTES = 16
-# Bytes of an array from which on it goes by the digest of its memory.
+# Arrays of at least so many bytes are represented by the digest of their memory.
 _LONG = 1024
 _NUMBERS = "?bBhHiIlLqQefd"  # characters of the types of which all bytes count
 _LONG_DOUBLE = 10  # bytes of an extended number on x86
@@ -114,7 +114,7 @@ def digest_of_memory(memory: Array) -> int:
 
 
 class IncomparableError(Exception):
-    """Raised for a value of which no copy can be told from another one; its argument is the name of its type."""
+    """Raised for a value that cannot be compared with a copy of it; the argument is the name of its type."""
 
 
 def evidence_of(value: Any) -> bytes:

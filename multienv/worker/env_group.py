@@ -1,6 +1,6 @@
-"""The envs of one worker: built, reset, called one after the other; the one being called is marked by its slot.
+"""The envs of one worker: it resets and calls them one after the other, and marks the slot of the env being called.
 
-How steps are answered is not here: see ``stepper``.
+Steps are made in ``stepper``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class EnvGroup:
     Attributes:
         starts: Resets at which a replay can begin.
         waiting: Slots that take no part in a replay yet.
-        raised: In the last call of :meth:`each` a slot raised that is not waiting.
-        calls: For each slot what a step calls: the env's ``step``, or what stands in its place once the episode has
-            ended. The list stays the same object.
+        raised: In the last call of :meth:`each` the env of a slot that is not in ``waiting`` has raised.
+        calls: For each slot the function that a step calls: the env's ``step``, or after the end of an episode another
+            one. The list is never replaced: native code holds it.
     """
 
     def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]], message: Build, segment: Segment) -> None:

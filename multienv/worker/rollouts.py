@@ -1,9 +1,9 @@
 """Rollouts: a policy beside the envs chooses the actions of many steps, which the trainer asks for in one request.
 
-Each step is made as if the trainer had asked for it, by the same code. Its bank and payload go back as they are, and
-the trainer reads and journals them like those of any step. So it can be replayed without the policy. The steps use
-banks of this process alone: what the trainer has seen stays in the shared ones until it has the answer, whatever dies
-meanwhile.
+The same code makes each step as if the trainer had asked for it. The answer holds the bank and the payload of each
+step, and the trainer reads and journals them like those of any other step. So a rollout can be replayed without the
+policy. Its steps use banks that are not shared: if the worker dies, the shared banks still hold what the trainer has
+seen last.
 """
 
 from __future__ import annotations
