@@ -78,8 +78,8 @@ class Answers:
         truncates: What an env of a batch raises in a step is made a truncation of.
 
     Attributes:
-        started: Number of the last reply that tells how random generators stood before resets; 0: none did.
-        generators: What it tells: slot → state.
+        started: Number of the last reply with states of random generators before resets; 0: there was none.
+        generators: Those states: slot → state.
     """
 
     __slots__ = ("__dict__", "__weakref__", "started")  # the hot path reads these, native code by offset

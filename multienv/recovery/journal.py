@@ -277,7 +277,7 @@ class Journal:
         return found[:1] if len(found) == 2 and found[0].begun == found[1].begun else found
 
     def can_be_shorter(self, plan: Plan | None) -> bool:
-        """Tell whether a replay can begin later than this one; ``None`` stands for a woken snapshot."""
+        """Tell whether another replay can begin later than this one; ``None``: than a woken snapshot."""
         near = self._plan(near=True)
         return near is not None and (plan is None or plan.begun != near.begun)
 

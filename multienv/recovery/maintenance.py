@@ -71,7 +71,7 @@ class Maintenance:
         self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
 
     def moved(self) -> None:
-        """Note that the worker stands at another position: the steps that led there are counted."""
+        """Note that the worker was moved to another position, whose steps are counted already."""
         self._steps = self._position.steps
 
     def took(self, channel: Channel) -> float:

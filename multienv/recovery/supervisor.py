@@ -112,11 +112,11 @@ from multienv.wire.messages import (
     Build,
     Close,
     Description,
+    GetGenerators,
     Message,
     Reset,
     Rollout,
     RolloutResult,
-    TellGenerators,
     Unpicklable,
     call_user_code,
     is_recorded,
@@ -1132,7 +1132,7 @@ class Supervisor:
         position = self.position
         ends_first = len(anew) == len(slots) or (maintenance.ends_first and can_replay(position, frozenset(anew)))
         try:
-            generators = self.ask_between(TellGenerators(anew)) if anew else {}
+            generators = self.ask_between(GetGenerators(anew)) if anew else {}
         except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
             sometimes("a process is lost before it is replaced by plan")
             if self.state.process is Process.NONE and not self.state.pending_truncations:

@@ -148,7 +148,7 @@ def _encode_any(check: Callable[[Any], str], segment: Segment, number: int, acti
 
 
 def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:
-    """Return the function that takes the action out of a bank, as a value of the env's own."""
+    """Return the function that reads the action out of a bank, as a copy that the env may keep."""
     unpack_integer, int64 = _INTEGER.unpack_from, np.int64
     views = [bank.view for bank in segment.banks]
     arrays: dict[int, list[np.ndarray[Any, Any]]] = {}
@@ -175,7 +175,7 @@ def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:
 
 
 def misfit(space: spaces.Space[Any], action: Any) -> str:
-    """Tell why the action cannot be one of ``space``: structure, shape, no integer of 64 bits; else ``""``.
+    """Return why an action cannot be one of ``space``: structure, shape, no integer of 64 bits; else ``""``.
 
     Bounds are the env's to judge, as in gymnasium: many envs clip.
     """

@@ -1,6 +1,7 @@
-"""The trainer's half of a step: how actions get into a bank, and what is read out of it.
+"""The trainer's half of a step: write actions into a bank, and read replies out of it.
 
-Several envs become rows of a batch. Of a single env, a batch of one, the values arrive to the bit as it returned them.
+The replies of several envs are rows of a batch. A single env is a batch of one whose values arrive bit for bit as it
+returned them.
 The worker's half is in ``worker/``; both halves take the layout of the banks from :func:`layout_of_envs`.
 """
 
@@ -56,7 +57,7 @@ def layout_of_envs(
 
 @dataclass(slots=True)
 class RowsReply:
-    """What a worker with several envs answered: arrays over its bank, whole until the request after the next.
+    """The reply of a worker with several envs: arrays over its bank, which is written again two requests later.
 
     Attributes:
         leaves: For each leaf of the observation space an array with a row for each slot; empty where observations
@@ -74,12 +75,12 @@ class RowsReply:
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def with_extras(self, extras: Extras) -> RowsReply:
-        """Return the same rows with what else was answered."""
+        """Return the same rows with these extras."""
         return RowsReply(self.leaves, self.rewards, self.terminated, self.truncated, extras)
 
 
 class ReplyPayload(NamedTuple):
-    """Holds the payload of a reply, taken apart.
+    """Holds the parts of the payload of a reply.
 
     Attributes:
         evidence: A digest of each pickled row, packed.

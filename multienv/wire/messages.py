@@ -1,4 +1,4 @@
-"""What is asked of a worker besides steps, and what it answers: frozen values that travel pickled, as a payload."""
+"""The requests to a worker that are not steps, and their answers: frozen values, sent pickled as a payload."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a fresh process needs to see the world as the trainer does.
+    """The surroundings of the trainer, which a new process takes over.
 
     Attributes:
         path: ``sys.path``.
@@ -85,13 +85,13 @@ class Build:
         autoreset: Name of a gymnasium ``AutoresetMode`` that the worker carries out; ``""``: the caller resets.
         seeds: For ``random`` and ``numpy.random`` of the process; ``None``: the trainer's own process is left alone.
         draws: For each slot the seed of the generator that its env is given if it has none.
-        setting: Where the trainer stands; ``None`` in the trainer's own process.
+        setting: The surroundings of the trainer; ``None`` in the trainer's own process.
         space: Observation space whose rows the batch has; ``None``: that of the first env.
         truncates_errors: An exception of an env in ``step`` ends its episode instead of being raised.
         snapshots: Forked snapshots: every so many steps; 0: as is good; -1: never.
         journal: Bytes that the trainer keeps of requests since the newest snapshot; 0: that is not known.
         replacement: The worker replaces a lost one: its first snapshot is taken at once.
-        starts: Part of the envs' time that telling how generators stood before resets may take; 0: it is not told.
+        starts: Part of the envs' time that saving the states of generators before resets may take; 0: none are saved.
         title: What ``ps`` shows.
         generators: Slot → state of its random generators, put back before its first reset: the env of an earlier
             process has ended between two episodes, and this one takes its place.
@@ -205,7 +205,7 @@ class IsWrapped:
     """Tell of each env whether one of its wrappers is of this class, or of one derived from it.
 
     Attributes:
-        kind: Module and name of the class: to unpickle it would import its module into the worker.
+        kind: Module and name of the class. The class itself is not sent: unpickling it imports its module.
     """
 
     kind: tuple[str, str]
@@ -242,8 +242,8 @@ class KeepSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class TellGenerators:
-    """Tell how the random generators of some slots stand; answered by a dict: slot → state."""
+class GetGenerators:
+    """Read the states of the random generators of some slots; answered by a dict: slot → state."""
 
     slots: tuple[int, ...]
 
@@ -254,7 +254,7 @@ class ReplayStart(NamedTuple):
     Attributes:
         slot: Which.
         entry: Index of the entry in which the slot is reset; behind the last one: it takes no part at all.
-        generators: How its random generators stood before; ``b""``: that is not known.
+        generators: State of its random generators before that; ``b""``: it is not known.
         waits: It takes no part in the replay until then. Else the replay begins with the construction of its env.
     """
 
@@ -326,7 +326,7 @@ Message = (
     | SetAttribute
     | Render
     | KeepSnapshot
-    | TellGenerators
+    | GetGenerators
     | Replay
     | Rollout
     | Close
@@ -347,7 +347,7 @@ class Failure:
     Attributes:
         exception: Its type, arguments and attributes, pickled, if they can be.
         result_not_picklable: The env did not raise; what it returned cannot travel.
-        slot: Whose env raised, where that is not told elsewhere; -1.
+        slot: Whose env raised, if nothing else in the reply says so; else -1.
         returned: What ``step()`` had returned before the reset in the same step raised, pickled.
     """
 

@@ -74,7 +74,7 @@ def batch_of(space: Any, observations: list[Any]) -> Any:
 
 
 def stacked(space: Any, values: Sequence[Any]) -> Any:
-    """Return one stack of the values of many steps, in the structure of the space; a list of what does not stack.
+    """Stack the values of many steps, in the structure of the space; values that do not stack become a list.
 
     Args:
         space: Of each value, or of each row of it.
@@ -167,7 +167,7 @@ def _holds(dtype: np.dtype[Any], value: int) -> bool:
 
 
 class Cell:
-    """Takes an observation that is assigned to all of it, as a memoryview of a row does."""
+    """Writes an observation that is assigned to it into a row, as a memoryview of a row does."""
 
     __slots__ = ("_row", "_write")
 

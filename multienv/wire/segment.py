@@ -8,7 +8,7 @@ One file without a name (``memfd_create``) that the trainer and one process map:
     4096      two banks with the layout of the envs, used in turn
     2**40 …   longer payload, written and read with ``pwrite`` and ``pread``; lower where the size of files is limited
 
-Nothing in here is used up by reading it: an interrupted reader reads once more.
+Reading changes nothing here, so an interrupted reader can read again.
 """
 
 from __future__ import annotations
@@ -161,12 +161,12 @@ class Segment:
     # --- payload -------------------------------------------------------------------------------------
 
     def write_request_payload(self, number: int, data: bytes) -> None:
-        """Put what request ``number`` carries beside its bank where the process finds it."""
+        """Write the payload of request ``number``."""
         self._write(number & 1, data)
         self.words[REQUEST_PAYLOAD + (number & 1)] = len(data)
 
     def read_request_payload(self, number: int) -> bytes:
-        """Return what request ``number`` carries beside its bank."""
+        """Return the payload of request ``number``."""
         return self._read(number & 1, self.words[REQUEST_PAYLOAD + (number & 1)])
 
     @property
@@ -175,12 +175,12 @@ class Segment:
         return self._short[2:4]
 
     def write_reply_payload(self, number: int, data: bytes) -> None:
-        """Put what the reply to request ``number`` carries beside its bank where the trainer finds it."""
+        """Write the payload of the reply to request ``number``."""
         self._write(2 + (number & 1), data)
         self.words[REPLY_PAYLOAD + (number & 1)] = len(data)
 
     def read_reply_payload(self, number: int) -> bytes:
-        """Return what the reply to request ``number`` carries beside its bank."""
+        """Return the payload of the reply to request ``number``."""
         return self._read(2 + (number & 1), self.words[REPLY_PAYLOAD + (number & 1)])
 
     def _write(self, area: int, data: bytes) -> None:

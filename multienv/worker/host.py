@@ -42,6 +42,7 @@ from multienv.wire.messages import (
     Call,
     Close,
     GetAttribute,
+    GetGenerators,
     IsWrapped,
     KeepSnapshot,
     Message,
@@ -50,7 +51,6 @@ from multienv.wire.messages import (
     Reset,
     Rollout,
     SetAttribute,
-    TellGenerators,
     dumps,
     is_recorded,
 )
@@ -226,7 +226,7 @@ class Host:
     def _keep_snapshot(self, number: int, message: KeepSnapshot) -> None:
         self._answer(number, self._on_keep(message.number, message.token))
 
-    def _tell_generators(self, number: int, message: TellGenerators) -> None:
+    def _get_generators(self, number: int, message: GetGenerators) -> None:
         self._answer(number, self._envs().starts.states_of(message.slots))
 
     def _close(self, number: int, message: Close) -> None:
@@ -314,7 +314,7 @@ _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     SetAttribute: Host._set,
     Render: Host._render,
     KeepSnapshot: Host._keep_snapshot,
-    TellGenerators: Host._tell_generators,
+    GetGenerators: Host._get_generators,
     Replay: Host._replay,
     Close: Host._close,
 }

@@ -1,4 +1,4 @@
-"""Envs that the trainer has registered, made known to a worker whose ``gymnasium.make`` does not find an id."""
+"""Register the trainer's envs in a worker, if ``gymnasium.make`` does not find an id there."""
 
 from __future__ import annotations
 

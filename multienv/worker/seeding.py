@@ -1,8 +1,8 @@
-"""Random generators: those of the process, seeded; and those of envs, recorded and put back.
+"""Seed the random generators of the process; save and restore them, and those of envs.
 
-A replay that does not begin when the envs were built begins with the generators as they were at its first request:
+A replay that does not begin at the construction of the envs needs the generators as they were before its first request:
 ``random`` and ``numpy.random`` of the process, and every generator that an env, a wrapper or a space of theirs holds
-in an attribute, or shows as ``np_random``. A count of episodes, too, is recorded and put back.
+in an attribute, or shows as ``np_random``. A count of episodes is saved and restored, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def seed_process(seeds: Sequence[int]) -> None:
 
 
 def state_of_process() -> Any:
-    """Return how ``random`` and ``numpy.random`` stand, to be compared."""
+    """Return the state of ``random`` and ``numpy.random``, for comparisons."""
     return random.getstate(), pickle.dumps(np.random.get_state(legacy=False), protocol=5)  # noqa: NPY002
 
 
@@ -56,7 +56,7 @@ def give_generator(env: Env, draw: int) -> None:
 
 
 class ProcessGenerators:
-    """Tells the states of ``random`` and ``numpy.random``, which few envs draw from: anew only if they have changed."""
+    """Saves the state of ``random`` and ``numpy.random``: anew only if it has changed, as few envs draw from them."""
 
     def __init__(self) -> None:
         self._random: Any = None
@@ -92,7 +92,7 @@ def _bits_of_numpy() -> bytes:
 
 
 def _packed(generator: Any) -> Any:
-    """Return a generator in the form in which it travels: most by the state alone, which takes a tenth of the time."""
+    """Return a generator in the form in which it is sent: of most only the state, which takes a tenth of the time."""
     if _is_emulator(generator):
         return generator.cloneState(include_rng=True)
     if type(generator) is np.random.Generator and type(generator.bit_generator) is np.random.PCG64:

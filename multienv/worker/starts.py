@@ -50,7 +50,7 @@ class Starts:
         self.generators: dict[int, bytes] = {}
         self.replaying: dict[int, bytes] | None = None
         self.has_drawn = False
-        self._stood: Any = None  # the generators of the process, when they were put back last
+        self._restored: Any = None  # state of the process's generators when they were restored last
         self._envs = envs
         self._share = share
         self._first = dict(first)
@@ -79,15 +79,15 @@ class Starts:
         first = self._first.pop(slot, None)
         if first and not generators:
             seeding.restore(self._envs[slot], first, of_process=self._is_of_all)
-            self._is_of_all, self._stood = False, seeding.state_of_process()
+            self._is_of_all, self._restored = False, seeding.state_of_process()
         if self.replaying is not None:
             if generators:
-                stands = seeding.state_of_process()
+                present = seeding.state_of_process()
                 seeding.restore(self._envs[slot], generators)
                 recorded = seeding.state_of_process()
                 # Something was drawn, and not what was drawn the first time: envs that drew then do not take part yet.
-                self.has_drawn = self.has_drawn or stands not in (self._stood, recorded)
-                self._stood = recorded
+                self.has_drawn = self.has_drawn or present not in (self._restored, recorded)
+                self._restored = recorded
         elif self._share and (self.generators or self._is_due(slot)):  # envs that are reset together begin together
             began = time.perf_counter()
             self.generators[slot] = self._process.with_those_of(self._envs[slot])
@@ -97,11 +97,11 @@ class Starts:
 
     def begin_replay(self) -> None:
         """Note that a replay begins."""
-        self.replaying, self.has_drawn, self._stood = {}, False, seeding.state_of_process()
+        self.replaying, self.has_drawn, self._restored = {}, False, seeding.state_of_process()
 
     def look_at_generators(self) -> None:
         """Note whether anything was drawn from the generators of the process since they were put back."""
-        self.has_drawn = self.has_drawn or self._stood != seeding.state_of_process()
+        self.has_drawn = self.has_drawn or self._restored != seeding.state_of_process()
 
     def forget(self, slot: int) -> None:
         """Note that the reset raised: no episode has begun."""
