@@ -435,6 +435,8 @@ class MultiEnv:
         if not self._all_closed:
             close_all(self.envs)
             self._fan.close()
+            self._pace.stream = None
+            self._fan.forget()  # what watches envs that go at their own pace has descriptors
             self._all_closed = True
 
     def __enter__(self) -> Self:

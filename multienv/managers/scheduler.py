@@ -206,6 +206,7 @@ class Scheduler:
         self._closing.run()
         close_at_once([one.close for one in self.supervisors])
         self._fan.close()
+        self._fan.forget()  # what watches the envs has descriptors
 
     def _begin_episodes(self) -> None:
         """Send the resets that are due."""

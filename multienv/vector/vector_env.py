@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from multienv.config import takes_options_of
 from multienv.cores import busy_cores, spread
 from multienv.envs.building import EnvFn, Processes, SerialWorkers, Workers, listed_env_fns
-from multienv.errors import UsageError
+from multienv.errors import EnvsFailedError, UsageError
 from multienv.events import Hook
 from multienv.recovery.supervisor import abandon_all
 from multienv.vector.batching import deal
@@ -18,6 +20,8 @@ from multienv.vector.hosted_vector_env import BatchOptions, HostedVectorEnv, Vec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+logger = logging.getLogger("multienv")
 
 
 class SubprocessVectorEnv(HostedVectorEnv):
@@ -46,7 +50,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
         env_fns: One function for each env, which builds it in its process; one that needs an argument gets the env's
             index. They travel by cloudpickle. All envs must have the same action space.
         envs_per_worker: Number of envs that share a process; the last process gets the rest. ``"auto"``: one process
-            per core, with the envs spread evenly. Use fewer per process for envs that wait rather than compute.
+            per core, with the envs spread evenly; or one per env, if a process can hold only one. Use fewer per process
+            for envs that wait rather than compute.
         max_concurrency: How many envs may step or reset at a time: at most this many processes share all envs.
         bind_cores: Let each process with short steps keep to one core, and yield that core to others. Each process also
             polls for its next request for 0.2 ms before it sleeps. Both are off with a single core, or under a quota of
@@ -82,8 +87,23 @@ class SubprocessVectorEnv(HostedVectorEnv):
             )
         sizes = deal(len(self.env_fns), envs_per_worker, busy_cores(), max_concurrency)
         self._owner = os.getpid()
-        workers = partial(Workers, Processes)
-        super().__init__(self.env_fns, sizes, workers, spread if bind_cores else None, **options)
+        workers, place = partial(Workers, Processes), spread if bind_cores else None
+        try:
+            super().__init__(self.env_fns, sizes, workers, place, **options)
+        except EnvsFailedError as error:
+            # Some simulators, stable-retro and libsumo for instance, allow one instance in a process.
+            is_first = not error.failures.keys().isdisjoint(accumulate(sizes, initial=0))
+            if envs_per_worker != "auto" or max_concurrency is not None or is_first:
+                raise
+            logger.warning(
+                "Only the first env of each process could be built, so each env gets a process of its own. "
+                "envs_per_worker=1 does so from the start. %s",
+                next(iter(error.failures.values())),
+            )
+        else:
+            return
+        self.closed = False
+        super().__init__(self.env_fns, [1] * len(self.env_fns), workers, place, **options)
 
     def __del__(self) -> None:
         """Release the processes, which close their envs and end by themselves, if close() was not called."""

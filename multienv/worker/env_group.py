@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from time import perf_counter
@@ -113,7 +113,8 @@ class EnvGroup:
         try:
             result = self.envs[slot].reset(**arguments)
             # An array of two numbers, or a dict of two keys, could be unpacked too: an observation of the old gym API.
-            if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[1], dict):
+            is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+            if not is_pair or not (result[1] is None or isinstance(result[1], Mapping)):
                 raise wrong_result("reset", "observation, info", result)
             observation, info = result
         except BaseException:

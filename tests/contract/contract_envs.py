@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
 import sys
 import tempfile
@@ -518,6 +519,20 @@ class LicensedEnv(CounterEnv):
             for _ in range(5):
                 self.held = max(self.held, len(list(directory.iterdir())))
                 time.sleep(0.01)
+
+
+class OnlyEnv(CounterEnv):
+    """Can be built once in a process."""
+
+    built = 0
+
+    def __init__(self, *, segfaults: bool = False) -> None:
+        super().__init__()
+        type(self).built += 1
+        if self.built > 1:
+            if segfaults:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            raise RuntimeError("only one emulator instance per process")
 
 
 class UnevenEnv(CounterEnv):

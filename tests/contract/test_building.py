@@ -16,6 +16,7 @@ import pytest
 from contract_envs import (
     EndlessFailure,
     LicensedEnv,
+    OnlyEnv,
     exit_at_build,
     raise_at_build,
     return_a_lock_as_metadata,
@@ -139,6 +140,20 @@ def test_every_cause_is_told_and_the_others_are_closed():
     assert [result is None for result in caught.value.results] == [False, True, True, False, True]
     for env in caught.value.results:
         assert env is None or env.statistics().state == "closed"
+
+
+@pytest.mark.parametrize("segfaults", [False, True])
+def test_envs_of_which_a_process_can_hold_only_one_get_one_each(segfaults, caplog):
+    env_fn = partial(OnlyEnv, segfaults=segfaults)
+    with SubprocessVectorEnv([env_fn] * 4, restart=RestartPolicy(backoff=0.0)) as envs:
+        assert envs.envs_per_worker == [1] * 4
+        assert envs.reset(seed=3)[0].shape == (4, 4)
+        assert len(worker_pids(envs)) == 4
+    told = [record.message for record in caplog.records if "envs_per_worker=1" in record.message]
+    assert len(told) == 1
+    for refused in ({"envs_per_worker": 2}, {"max_concurrency": 2}):
+        with pytest.raises(EnvsFailedError, match="envs? 1"):
+            SubprocessVectorEnv([env_fn] * 4, restart=RestartPolicy(backoff=0.0), **refused)
 
 
 # --- MultiEnv over what it is given -------------------------------------------------------------
