@@ -155,7 +155,7 @@ class Deadlines(Named):
 class RestartPolicy(Named):
     """Says what happens when a worker is lost, and how often.
 
-    ``"replay"`` brings the same episode back and verifies it; if multienv cannot show that the episode is exact, it
+    ``"replay"`` recovers the same episode and verifies it; if multienv cannot show that the episode is exact, it
     truncates it. ``"truncate"`` ends the episode at the failed step. ``"raise"`` raises a
     :class:`~multienv.errors.WorkerLostError`.
 

@@ -104,7 +104,7 @@ class RecoveredEnvs:
     Attributes:
         channel: Of their process.
         mismatches: Slot → difference, for each slot that is not as the caller saw it.
-        plan: The replay that led there; ``None``: it began with a snapshot.
+        plan: The replay that recovered them; ``None``: a snapshot did.
     """
 
     channel: Channel
