@@ -53,10 +53,12 @@ class Endless:
 
     No call goes over all members, however many there are.
 
+    The members have it, and it does not have them: envs that are not closed end with the last reference to them.
+
     Args:
-        members: The members.
         bell: Rung by threads, and when the envs are closed.
         pending: The round of a call in two halves, of which the answers are taken one by one; ``None``: there is none.
+        nothing: The request there that leaves a member alone.
 
     Attributes:
         requests: Member → its request, for those that are asked.
@@ -67,9 +69,9 @@ class Endless:
 
     name, waits, resumed, is_interrupted, is_supervised = "", False, False, False, True
 
-    def __init__(self, members: Members, bell: Bell, pending: Any) -> None:
+    def __init__(self, bell: Bell, pending: Any, nothing: Any) -> None:
         bell.silence()
-        self._members, self._bell, self._watch = members, bell, Watch(bell)
+        self._bell, self._watch = bell, Watch(bell)
         self._look_at = 0.0  # when to go over all members that are asked: for deadlines, say
         self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
         self._slow: set[int] = set()  # members that were asked when all were gone over: their times are noted
@@ -80,12 +82,12 @@ class Endless:
         self.ended: dict[int, Any] = {}
         self.sending: Collection[int] = ()
         if pending is not None:
-            self._go_on_with(pending)
+            self._go_on_with(pending, nothing)
 
-    def _go_on_with(self, pending: Any) -> None:
+    def _go_on_with(self, pending: Any, nothing: Any) -> None:
         self.failures, self.tasks, self.ended = pending.failures, pending.tasks, pending.ended
         for place, request in enumerate(pending.requests):
-            if pending.asks(place, self._members.nothing):
+            if pending.asks(place, nothing):
                 self.requests[place] = NamedRequest(pending.name, request)
                 if not pending.lacks(place):
                     self.answers[place] = pending.answers[place]
@@ -140,14 +142,17 @@ class Endless:
 
     # --- asking and taking ------------------------------------------------------------------------
 
-    def send(self, requests: Mapping[int, NamedRequest], contents: Sequence[Any] | None = None) -> None:
+    def send(
+        self, members: Members, requests: Mapping[int, NamedRequest], contents: Sequence[Any] | None = None
+    ) -> None:
         """Send requests to members that are not asked. Broken off, none of them was made.
 
         Args:
+            members: The members.
             requests: Member → its request.
             contents: If all are steps, their actions once more, in the same order, in the form that is sent fastest.
         """
-        members, watch, supervisors = self._members, self._watch, self._members.supervisors
+        watch, supervisors = self._watch, members.supervisors
         self.sending = tuple(requests)
         self.requests.update(requests)
         plain: list[int] = []
@@ -176,25 +181,26 @@ class Endless:
         if self.tasks:
             members.start(self)
 
-    def take(self, until: float) -> None:
+    def take(self, members: Members, until: float) -> None:
         """Take what has come; if nothing has, wait for something.
 
         Args:
+            members: The members.
             until: When to give up, by ``time.monotonic()``. It may return earlier, with nothing taken.
         """
         try:
-            self._take_answered(*self._come(until))
+            self._take_answered(members, *self._come(members, until))
         except BaseException:
             self._look_at = 0.0  # a wake byte may have been read in vain
             raise
 
-    def _come(self, until: float) -> tuple[list[int], list[int]]:
+    def _come(self, members: Members, until: float) -> tuple[list[int], list[int]]:
         """Return the members that have answered, and those that something else has come of; wait if there are none."""
-        members, now = self._members, monotonic()
+        now = monotonic()
         others = members.ended(self) if self.tasks else []
         goes_over_all = now >= self._look_at
         if goes_over_all or self._look_now:
-            others += self._overdue(now)
+            others += self._overdue(members, now)
         answered, ended = self._watch.heard(-inf if others else min(until, self._look_at), looks_for_ends=goes_over_all)
         if self._watch.has_waited:  # else an answer may have lain there while the trainer was elsewhere
             for place in self._slow.intersection(answered):
@@ -202,9 +208,9 @@ class Endless:
         self._slow.difference_update(answered)
         return answered, others + ended
 
-    def _overdue(self, now: float) -> list[int]:
+    def _overdue(self, members: Members, now: float) -> list[int]:
         """Return the members of which something can be taken; leave those that are overdue to threads."""
-        members, heard, wake = self._members, [], now + LONGEST_SLEEP
+        heard, wake = [], now + LONGEST_SLEEP
         goes_over_all = now >= self._look_at
         for place in list(self.requests if goes_over_all else self._look_now):
             if not self.lacks(place) or place in self.tasks or place in members.blocking:
@@ -226,9 +232,8 @@ class Endless:
         self._look_at = wake if goes_over_all else min(wake, self._look_at)
         return heard
 
-    def _take_answered(self, answered: list[int], others: list[int]) -> None:
+    def _take_answered(self, members: Members, answered: list[int], others: list[int]) -> None:
         """Take the answers of some members, the plain ones together."""
-        members = self._members
         answered = [place for place in answered if self.lacks(place) and place not in self.tasks]
         if answered:
             answers: list[Any] = [MISSING] * len(answered)

@@ -103,7 +103,7 @@ class Stream:
         self._fan, self._sharing = fan, sharing
         self.seconds = [0.0, 0.0, 0.0]
         self._counted = monotonic()  # so far
-        self.decided: Callable[[], None] | None = None
+        self.decided: Callable[[Stream], None] | None = None  # no bound method: it would be a circle
         self.is_read = False
         current = self._begun()
         # Env → its request, which is asked, or waits for those of the envs that share its worker.
@@ -141,14 +141,16 @@ class Stream:
         self._carry_out()
         self.count_seconds()
         is_all = not self._due
-        self.decided = partial(self._note_given, {env: NamedRequest(name, one) for env, one in requests.items()})
+        self.decided = partial(
+            Stream._note_given, requests={env: NamedRequest(name, one) for env, one in requests.items()}
+        )
         self._ask(parts if is_all and not self._sharing.is_shared else None)
 
     def take(self, until: float = -inf) -> None:
         """Note what has come as ready; if nothing has, wait for something, by ``time.monotonic()`` until then."""
         self._ask()
         if not self._note():
-            self._round().take(until)
+            self._round().take(self._fan.members, until)
             self._note()
 
     def first(self, count: int | None, at_most: int | None, timeout: float | None) -> list[int]:
@@ -239,17 +241,17 @@ class Stream:
             interrupts.raise_noted()
         self.decided = decided
 
-    def handing_over(self, envs: Collection[int]) -> Callable[[], None]:
+    def handing_over(self, envs: Collection[int]) -> Callable[[Stream], None]:
         """Return what gives these envs back to the caller once it is ``decided``."""
         self.count_seconds()
-        return partial(self._note_handed_over, envs)
+        return partial(Stream._note_handed_over, envs=envs)
 
     # --- changes, each of which may be broken off and carried out once more -------------------------
 
     def _carry_out(self) -> None:
         """Carry out what is decided; again does nothing."""
         if self.decided is not None:
-            self.decided()
+            self.decided(self)
             self.decided = None
 
     def count_seconds(self) -> None:
@@ -290,7 +292,7 @@ class Stream:
             if member not in asked and (request := due(member, given)) is not None
         }
         if requests:
-            self._round().send(requests, parts if len(requests) == len(self._due) else None)
+            self._round().send(self._fan.members, requests, parts if len(requests) == len(self._due) else None)
         self._due.clear()
 
     def _note(self) -> bool:
@@ -306,7 +308,7 @@ class Stream:
             for env, one in results(member, requests[member], answer, failures.get(member))
         }
         self.count_seconds()
-        self.decided = partial(self._note_ready, set(current.answers), ready)
+        self.decided = partial(Stream._note_ready, members=set(current.answers), ready=ready)
         self._carry_out()
         return True
 
@@ -322,7 +324,7 @@ class Stream:
         if isinstance(pending, Endless):
             return pending
         members.bell = members.bell or Bell()
-        current = members.asked = Endless(members, members.bell, pending)
+        current = members.asked = Endless(members.bell, pending, members.nothing)
         return current
 
     def _asked(self) -> list[int]:

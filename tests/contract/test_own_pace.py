@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -18,8 +19,20 @@ from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import iterate
 
-from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, SpaceEnv, TokenSpace, first_difference, kill_worker
+from kit import (
+    CounterEnv,
+    Fault,
+    FaultyEnv,
+    SlowEnv,
+    SpaceEnv,
+    TokenSpace,
+    first_difference,
+    is_alive,
+    kill_worker,
+    no_leaks,
+)
 from kit.gates import GO, WAIT, GateEnv
+from kit.trainer_process import becomes_true
 from multienv import (
     Deadlines,
     MultiEnv,
@@ -38,7 +51,7 @@ from multienv.errors import (
     WaitTimeout,
 )
 from multienv.processes import watch
-from multienv.testing import Killer
+from multienv.testing import Killer, worker_pids
 
 NUM_ENVS = 4
 ENV_FNS = [partial(CounterEnv, horizon=3 + index) for index in range(NUM_ENVS)]
@@ -572,3 +585,29 @@ def test_envs_are_closed_while_they_are_under_way() -> None:
     for call in (envs.recv, lambda: envs.send(np.array([1] * NUM_ENVS))):
         with pytest.raises(ClosedError):
             call()
+
+
+@pytest.mark.parametrize("face", [one_each, multi_env])
+def test_closed_envs_hold_no_descriptors_while_somebody_holds_them(face: Any) -> None:
+    with face([CounterEnv]), no_leaks():  # the monitor is there before and after
+        envs = face(ENV_FNS)
+        envs.reset_async(seed=3)
+        envs.recv(1)
+        envs.close()
+    assert envs.num_envs == NUM_ENVS
+
+
+@pytest.mark.parametrize("face", [one_each, shared, multi_env])
+def test_envs_that_are_dropped_at_their_own_pace_end_with_the_last_reference(face: Any) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        envs = face(ENV_FNS)
+        envs.reset_async(seed=3)
+        envs.recv()
+        envs.send(batch(envs, [1] * NUM_ENVS))
+        pids = worker_pids(envs)
+        del envs
+        assert becomes_true(lambda: not any(map(is_alive, pids)))
+    finally:
+        gc.enable()
