@@ -45,8 +45,8 @@ from multienv.events import Event, Recycled, Statistics
 
 EnvFns = list[Callable[[], gymnasium.Env[Any, Any]]]
 Tick = Callable[[int], None]  # is told how many steps each env has taken
-Record = list[np.ndarray[Any, Any]]
-Play = Callable[[Any, int, Tick], Record]
+Columns = list[np.ndarray[Any, Any]]
+Play = Callable[[Any, int, Tick], Columns]
 
 SHORTEST, LONGEST = 80, 120  # steps of an episode, of the first env and of the last
 WINDOW = 1_000  # steps
@@ -103,12 +103,12 @@ class Watch:
 # --- many steps of each face ----------------------------------------------------------------------
 
 
-def columns(steps: Sequence[tuple[Any, ...]]) -> Record:
+def columns(steps: Sequence[tuple[Any, ...]]) -> Columns:
     """Return one array for each value of a step."""
     return [np.array(values) for values in zip(*steps, strict=True)]
 
 
-def play_one(env: Any, steps: int, tick: Tick, seed: int = 0) -> Record:
+def play_one(env: Any, steps: int, tick: Tick, seed: int = 0) -> Columns:
     """Step one env, and begin its episodes."""
     env.reset(seed=seed)
     before, _ = env.reset()
@@ -122,12 +122,12 @@ def play_one(env: Any, steps: int, tick: Tick, seed: int = 0) -> Record:
     return columns(record)
 
 
-def play_each(envs: Sequence[Any], steps: int, tick: Tick) -> Record:
+def play_each(envs: Sequence[Any], steps: int, tick: Tick) -> Columns:
     """Step one env after the other."""
     return [values for index, env in enumerate(envs) for values in play_one(env, steps, tick, index)]
 
 
-def play_batch(envs: Any, steps: int, tick: Tick) -> Record:
+def play_batch(envs: Any, steps: int, tick: Tick) -> Columns:
     """Step a batch; where nobody else begins the next episodes, reset those envs that have ended theirs."""
     resets = envs.metadata["autoreset_mode"] is AutoresetMode.DISABLED
     observations, _ = envs.reset(seed=0)
@@ -146,7 +146,7 @@ def play_batch(envs: Any, steps: int, tick: Tick) -> Record:
     return columns(record)
 
 
-def play_rollout(envs: Any, steps: int, tick: Tick) -> Record:
+def play_rollout(envs: Any, steps: int, tick: Tick) -> Columns:
     """Take fragments, of a batch or of one env."""
     envs.reset(seed=0)
     record = []
@@ -158,7 +158,7 @@ def play_rollout(envs: Any, steps: int, tick: Tick) -> Record:
     return [np.concatenate(parts) for parts in zip(*record, strict=True)]
 
 
-def play_sb3(envs: Any, steps: int, tick: Tick) -> Record:
+def play_sb3(envs: Any, steps: int, tick: Tick) -> Columns:
     """Step as Stable-Baselines3 does."""
     envs.seed(0)
     observations = envs.reset()
@@ -174,7 +174,7 @@ def play_sb3(envs: Any, steps: int, tick: Tick) -> Record:
     return columns(record)
 
 
-def play_manager(manager: Any, steps: int, tick: Tick) -> Record:
+def play_manager(manager: Any, steps: int, tick: Tick) -> Columns:
     """Step whatever is ready; some envs may be ahead of others."""
     count = manager.env_num
     manager.launch({index: {"seed": index} for index in range(count)})

@@ -246,7 +246,7 @@ class Run:
         if isinstance(event, Recovery):
             self.outcomes[event.outcome] += 1
             if event.reason and event.outcome != "replayed":
-                reason = event.reason.partition("It cannot be brought back: ")[2] or event.reason
+                reason = event.reason.partition("It cannot be recovered: ")[2] or event.reason
                 self.reasons[re.sub(r"\d+", "N", reason)] += 1
 
     def see(self, returned: Any) -> None:

@@ -305,9 +305,9 @@ def train(options: argparse.Namespace, title: str, rate: float | None, progress:
                 run.solved = len(run.episodes) >= WINDOW and run.mean_return >= options.threshold
                 run.statistics = envs.statistics()
                 run.seconds = time.monotonic() - began
-                healed = sum(map(run.count, RECOVERIES))
+                recovered = sum(map(run.count, RECOVERIES))
                 told = f"return {run.mean_return:5.1f}  {run.steps / run.seconds:6.0f} steps/s"
-                told += f"  lost {run.count('losses')} healed {healed}"
+                told += f"  lost {run.count('losses')} recovered {recovered}"
                 progress.update(bar, completed=run.steps, told=told)
                 if not progress.console.is_terminal and time.monotonic() > last + 5:  # a pipe shows no bar
                     last = time.monotonic()

@@ -178,9 +178,8 @@ typedef struct {
     Py_ssize_t offset;
 } Field;
 
-#define NAMES(X) X(acquire) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout) X(look_at_limits)               \
-    X(note_beginning) X(note_ends) X(note_starts) X(release) X(view) X(wanted)      \
-    X(with_infos)
+#define NAMES(X) X(acquire) X(apply_limits) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout)                  \
+    X(note_beginning) X(note_ends) X(note_starts) X(release) X(view) X(wanted) X(with_infos)
 #define CONSTANTS(X) X(LOOKING) X(MISSING) X(MultienvError) X(RUNNING) X(SAMPLE) X(monotonic) X(_BEGINS) X(_PATIENCE)
 
 #define DECLARE_NAME(word) static PyObject *s_##word;
@@ -273,7 +272,7 @@ number_at(PyObject *object, const char *name, Py_ssize_t *number)
 }
 
 /* Numbers of multienv.wire, and types of numpy, learned when they are first needed. */
-#define BANKS(X) X(STEP) X(SKIPPED) X(IRREGULAR)
+#define BANKS(X) X(STEP) X(SKIPPED) X(PICKLED_ROWS)
 #define ACTIONS(X) X(INT) X(ARRAY)
 #define WORDS(X) X(REQUEST) X(REPLY) X(REPLY_PAYLOAD) X(WORKER_SLEEPS) X(TRAINER_SLEEPS) X(SLOT) X(BUSY)
 #define DECLARE_NUMBER(word) static Py_ssize_t word;
@@ -359,22 +358,22 @@ parts_length(Parts *self)
 }
 
 static PyObject *
-parts_item(Parts *self, Py_ssize_t place)
+parts_item(Parts *self, Py_ssize_t index)
 {
-    if (place < 0 || place >= PyTuple_GET_SIZE(self->cuts)) {
+    if (index < 0 || index >= PyTuple_GET_SIZE(self->cuts)) {
         PyErr_SetString(PyExc_IndexError, "there is no such part");
         return NULL;
     }
-    return PyObject_GetItem(self->array, PyTuple_GET_ITEM(self->cuts, place));
+    return PyObject_GetItem(self->array, PyTuple_GET_ITEM(self->cuts, index));
 }
 
 /* Writes a part into a bank, if it has so many numbers; whether it did. */
 static int
-write_part(Parts *self, Py_ssize_t place, long long numbers, int64_t request, Py_buffer *record)
+write_part(Parts *self, Py_ssize_t index, long long numbers, int64_t request, Py_buffer *record)
 {
     Py_ssize_t start, stop, step;
-    if (place < 0 || place >= PyTuple_GET_SIZE(self->cuts) || self->view.ndim < 1 ||
-        PySlice_Unpack(PyTuple_GET_ITEM(self->cuts, place), &start, &stop, &step) < 0) {
+    if (index < 0 || index >= PyTuple_GET_SIZE(self->cuts) || self->view.ndim < 1 ||
+        PySlice_Unpack(PyTuple_GET_ITEM(self->cuts, index), &start, &stop, &step) < 0) {
         PyErr_Clear();
         return 0;
     }
@@ -489,11 +488,11 @@ take_numbers(Infos *infos, Py_ssize_t slot, PyObject *info)
     PyObject *names = PyTuple_GET_ITEM(infos->columns, 0), *types = PyTuple_GET_ITEM(infos->columns, 1), *name, *value;
     char *cell = infos->numbers + 8 * infos->count * slot;
     Py_ssize_t iteration = 0;
-    for (Py_ssize_t place = 0; PyDict_Next(info, &iteration, &name, &value); place++, cell += 8) {
-        PyObject *expected = PyTuple_GET_ITEM(names, place);
-        if (((PyObject *)Py_TYPE(value) != PyTuple_GET_ITEM(types, place)) ||
+    for (Py_ssize_t column = 0; PyDict_Next(info, &iteration, &name, &value); column++, cell += 8) {
+        PyObject *expected = PyTuple_GET_ITEM(names, column);
+        if (((PyObject *)Py_TYPE(value) != PyTuple_GET_ITEM(types, column)) ||
             (name != expected && (!PyUnicode_CheckExact(name) || PyUnicode_Compare(name, expected) != 0)) ||
-            lay_out(infos->formats[place], value, cell) != DONE) {
+            lay_out(infos->formats[column], value, cell) != DONE) {
             PyErr_Clear();
             return 0;
         }
@@ -507,7 +506,7 @@ given_back(Infos *infos, Py_ssize_t slot)
 {
     PyObject *info = PyDict_New(), *names = PyTuple_GET_ITEM(infos->columns, 0);
     char *cell = infos->numbers + 8 * infos->count * slot;
-    for (Py_ssize_t place = 0; info != NULL && place < infos->count; place++, cell += 8) {
+    for (Py_ssize_t column = 0; info != NULL && column < infos->count; column++, cell += 8) {
         double real;
         float small;
         int64_t number;
@@ -516,8 +515,8 @@ given_back(Infos *infos, Py_ssize_t slot)
         memcpy(&small, cell, sizeof small);
         memcpy(&number, cell, sizeof number);
         memcpy(&integer, cell, sizeof integer);
-        char format = infos->formats[place];
-        PyObject *type = PyTuple_GET_ITEM(PyTuple_GET_ITEM(infos->columns, 1), place);
+        char format = infos->formats[column];
+        PyObject *type = PyTuple_GET_ITEM(PyTuple_GET_ITEM(infos->columns, 1), column);
         PyObject *value = format == 'd'   ? PyFloat_FromDouble(real)
                           : format == 'f' ? PyFloat_FromDouble(small)
                           : format == '?' ? PyBool_FromLong(*cell)
@@ -525,7 +524,7 @@ given_back(Infos *infos, Py_ssize_t slot)
         if (value != NULL && (PyObject *)Py_TYPE(value) != type) {
             Py_SETREF(value, PyObject_CallOneArg(type, value));
         }
-        if (value == NULL || PyDict_SetItem(info, PyTuple_GET_ITEM(names, place), value) < 0) {
+        if (value == NULL || PyDict_SetItem(info, PyTuple_GET_ITEM(names, column), value) < 0) {
             Py_CLEAR(info);
         }
         Py_XDECREF(value);
@@ -533,12 +532,12 @@ given_back(Infos *infos, Py_ssize_t slot)
     return info;
 }
 
-/* Whether payload of this length lies in its place and begins with the head. */
+/* Whether a payload of this length fits into its short area and begins with the head. */
 static int
-begins_with(Py_buffer *place, Py_ssize_t length, PyObject *head)
+begins_with(Py_buffer *area, Py_ssize_t length, PyObject *head)
 {
     Py_ssize_t size = PyBytes_GET_SIZE(head);
-    return length <= place->len && size <= length && memcmp(place->buf, PyBytes_AS_STRING(head), size) == 0;
+    return length <= area->len && size <= length && memcmp(area->buf, PyBytes_AS_STRING(head), size) == 0;
 }
 
 /* --- one worker, as the trainer's hot path sees it -------------------------------------------------------------------
@@ -557,7 +556,7 @@ enum { SUPERVISOR, POSITION, PENDING, MAINTENANCE, JOURNAL, ANSWERS, OWNERS };
 /* One of the two banks. What a reply shows of the only env `shown` returns when it is called. Of a batch `shown` is the
    reply itself, and `full` the one that has `infos`, of which columns and rows are written. */
 typedef struct {
-    Py_buffer record, place; /* place: of short payload */
+    Py_buffer record, area; /* area: of short payloads */
     PyObject *shown, *full, *infos, **columns, **rows;
 } HotSide;
 
@@ -608,7 +607,7 @@ hot_clear(Hot *self)
         Py_CLEAR(side->full);
         Py_CLEAR(side->infos);
         PyBuffer_Release(&side->record);
-        PyBuffer_Release(&side->place);
+        PyBuffer_Release(&side->area);
     }
     forget_infos(&self->infos);
     return 0;
@@ -635,14 +634,14 @@ take_buffers(PyObject *both, int side, Py_buffer *buffer)
 static PyObject *
 hot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"owners", "buffers", "places", "slots", "rewards", "shown", "infos", "described", "int64",
+    static char *names[] = {"owners", "buffers", "areas", "slots", "rewards", "shown", "infos", "described", "int64",
                             "head", "head_of_int64", NULL};
-    PyObject *owners, *buffers, *places, *shown, *infos, *described, *int64, *records = NULL, *words = NULL;
+    PyObject *owners, *buffers, *areas, *shown, *infos, *described, *int64, *records = NULL, *words = NULL;
     Py_ssize_t slots, rewards;
     unsigned long long head, head_of_int64;
     if (learn_names() < 0 ||
         !PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO!nnO!OOOKK", names, &PyTuple_Type, &owners, &buffers,
-                                     &PyList_Type, &places, &slots, &rewards, &PyList_Type, &shown, &infos, &described,
+                                     &PyList_Type, &areas, &slots, &rewards, &PyList_Type, &shown, &infos, &described,
                                      &int64, &head, &head_of_int64)) {
         return NULL;
     }
@@ -672,7 +671,7 @@ hot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->words = (Words *)words;
     for (int each = 0; each < 2 && !failed; each++) {
         HotSide *side = &self->sides[each];
-        failed = take_buffers(records, each, &side->record) < 0 || take_buffers(places, each, &side->place) < 0 ||
+        failed = take_buffers(records, each, &side->record) < 0 || take_buffers(areas, each, &side->area) < 0 ||
                  (side->shown = PySequence_GetItem(shown, each)) == NULL ||
                  side->record.len < rewards + 8 * slots || rewards < HEAD + (self->int64 ? 8 : 0);
         if (!failed && !self->verbatim) {
@@ -746,13 +745,13 @@ write_integer(Hot *hot, int64_t request, PyObject *action)
 
 /* Writes the action of a member into its bank; LEFT: the supervisor refuses it. */
 static Outcome
-write_action(Hot *hot, PyObject *number, int64_t request, PyObject *actions, Py_ssize_t place)
+write_action(Hot *hot, PyObject *number, int64_t request, PyObject *actions, Py_ssize_t member)
 {
     if (Py_IS_TYPE(actions, &PartsType) &&
-        write_part((Parts *)actions, place, hot->elements, request, &hot->sides[request & 1].record)) {
+        write_part((Parts *)actions, member, hot->elements, request, &hot->sides[request & 1].record)) {
         return DONE;
     }
-    PyObject *action = PySequence_GetItem(actions, place);
+    PyObject *action = PySequence_GetItem(actions, member);
     Outcome outcome = action == NULL ? FAILED : write_integer(hot, request, action);
     if (outcome == LEFT) {
         outcome = called(PyObject_CallFunctionObjArgs(hot->encode, number, action, NULL)) < 0 ? FAILED : DONE;
@@ -767,7 +766,7 @@ write_action(Hot *hot, PyObject *number, int64_t request, PyObject *actions, Py_
 }
 
 static Outcome
-ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t place, PyObject *state, PyObject *asker)
+ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t member, PyObject *state, PyObject *asker)
 {
     int64_t request;
     PyObject *number = NULL, *until = NULL, *running = constant(s_RUNNING);
@@ -777,7 +776,7 @@ ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t place, PyObject *sta
     }
     Outcome outcome = LEFT;
     if (*hot->state == running && *hot->asked_by == asker && *hot->is_due == Py_False) {
-        outcome = write_action(hot, number, request, actions, place);
+        outcome = write_action(hot, number, request, actions, member);
     }
     if (outcome == DONE) {
         PyObject *limit = *hot->step_limit;
@@ -802,11 +801,11 @@ ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t place, PyObject *sta
 
 /* Whether infos of numbers are of the names and types that are known now, after a look at them. */
 static int
-are_known(Hot *hot, Py_buffer *place, Py_ssize_t length)
+are_known(Hot *hot, Py_buffer *area, Py_ssize_t length)
 {
     Infos *infos = &hot->infos;
-    if (infos->count < 0 || !begins_with(place, length, PyTuple_GET_ITEM(infos->columns, 3))) {
-        PyObject *columns = PyObject_CallFunction(hot->described, "y#", place->buf, length);
+    if (infos->count < 0 || !begins_with(area, length, PyTuple_GET_ITEM(infos->columns, 3))) {
+        PyObject *columns = PyObject_CallFunction(hot->described, "y#", area->buf, length);
         int failed = columns == NULL || learn_infos(infos, columns, hot->slots) < 0;
         Py_XDECREF(columns);
         if (failed || infos->count < 0) {
@@ -864,13 +863,13 @@ read_reply(Hot *hot, PyObject *number, int64_t request)
     HotSide *side = &hot->sides[request & 1];
     const unsigned char *bank = side->record.buf;
     Py_ssize_t length = atomic_load(&hot->words->words[REPLY_PAYLOAD + (request & 1)]);
-    const char *payload = side->place.buf, *numbers = NULL;
-    int is_plain = length <= side->place.len && (!hot->verbatim || (bank[3] == 0 && bank[4] <= 1));
+    const char *payload = side->area.buf, *numbers = NULL;
+    int is_plain = length <= side->area.len && (!hot->verbatim || (bank[3] == 0 && bank[4] <= 1));
     if (is_plain && length) {
         if (*payload != NUMBERS) {
             Py_RETURN_NONE;
         }
-        is_plain = are_known(hot, &side->place, length);
+        is_plain = are_known(hot, &side->area, length);
         numbers = is_plain ? payload + PyBytes_GET_SIZE(PyTuple_GET_ITEM(hot->infos.columns, 3)) : NULL;
     }
     if (!is_plain) {
@@ -922,9 +921,9 @@ wait_for(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, Taki
         return -1;
     }
     PyObject *until = taking->until == NULL ? Py_None : taking->until;
-    PyObject *told = PyObject_CallMethodObjArgs(supervisor, s_is_answered, number, until, NULL);
-    is_there = told == NULL ? -1 : PyObject_IsTrue(told);
-    Py_XDECREF(told);
+    PyObject *answer = PyObject_CallMethodObjArgs(supervisor, s_is_answered, number, until, NULL);
+    is_there = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
     return is_there;
 }
 
@@ -958,7 +957,7 @@ look_after(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, lo
         is_due = wanted == NULL ? -1 : PyObject_IsTrue(wanted);
         Py_XDECREF(wanted);
     }
-    return is_due > 0 ? called(PyObject_CallMethodNoArgs(supervisor, s_look_at_limits)) : is_due;
+    return is_due > 0 ? called(PyObject_CallMethodNoArgs(supervisor, s_apply_limits)) : is_due;
 }
 
 /* Journals an answer, stores it and all that says so, and sees what is due after it. */
@@ -1000,7 +999,7 @@ commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObje
 }
 
 static Outcome
-take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t place, Taking *taking)
+take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t member, Taking *taking)
 {
     int64_t request;
     PyObject *number = NULL, *answer = NULL, *known;
@@ -1029,7 +1028,7 @@ take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t place, Taking *taki
     }
     Py_DECREF(number);
     Py_DECREF(hot);
-    if (answer != NULL && PyList_SetItem(answers, place, answer) == 0) {
+    if (answer != NULL && PyList_SetItem(answers, member, answer) == 0) {
         return DONE;
     }
     return PyErr_Occurred() ? FAILED : LEFT;
@@ -1062,7 +1061,7 @@ unlocked(PyObject *lock, Outcome outcome)
     return outcome;
 }
 
-PyDoc_STRVAR(ask_doc, "ask(supervisors, places, actions, state, asker, nothing=MISSING)\n--\n\n\
+PyDoc_STRVAR(ask_doc, "ask(supervisors, members, actions, state, asker, nothing=MISSING)\n--\n\n\
 Do what recovery.hot_path.ask does.");
 
 static PyObject *
@@ -1073,17 +1072,17 @@ ask(PyObject *module, PyObject *args)
         !PyArg_ParseTuple(args, "OOOOO|O", &supervisors, &given, &actions, &state, &asker, &nothing)) {
         return NULL;
     }
-    PyObject *places = PySequence_Tuple(given);
-    if (places == NULL) {
+    PyObject *members = PySequence_Tuple(given);
+    if (members == NULL) {
         return NULL;
     }
     Py_ssize_t done = 0;
     Outcome outcome = DONE;
-    for (; done < PyTuple_GET_SIZE(places); done++) {
-        Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, done));
+    for (; done < PyTuple_GET_SIZE(members); done++) {
+        Py_ssize_t member = PyLong_AsSsize_t(PyTuple_GET_ITEM(members, done));
         int is_left_alone = 0;
         if (!Py_IS_TYPE(actions, &PartsType)) {
-            PyObject *action = PySequence_GetItem(actions, place);
+            PyObject *action = PySequence_GetItem(actions, member);
             if (action == NULL) {
                 outcome = FAILED;
                 break;
@@ -1094,9 +1093,9 @@ ask(PyObject *module, PyObject *args)
         if (is_left_alone) {
             continue;
         }
-        PyObject *supervisor = PySequence_GetItem(supervisors, place);
+        PyObject *supervisor = PySequence_GetItem(supervisors, member);
         PyObject *lock = supervisor == NULL ? NULL : locked(supervisor);
-        outcome = lock == NULL ? FAILED : ask_one(supervisor, actions, place, state, asker);
+        outcome = lock == NULL ? FAILED : ask_one(supervisor, actions, member, state, asker);
         if (lock != NULL) {
             outcome = unlocked(lock, outcome);
         }
@@ -1105,11 +1104,11 @@ ask(PyObject *module, PyObject *args)
             break;
         }
     }
-    Py_DECREF(places);
+    Py_DECREF(members);
     return outcome == FAILED ? NULL : PyLong_FromSsize_t(done);
 }
 
-PyDoc_STRVAR(take_doc, "take(supervisors, places, answers, state, leaves_ends=False)\n--\n\n\
+PyDoc_STRVAR(take_doc, "take(supervisors, members, answers, state, leaves_ends=False)\n--\n\n\
 Do what recovery.hot_path.take does.");
 
 static PyObject *
@@ -1121,24 +1120,24 @@ take(PyObject *module, PyObject *args)
                           &taking.leaves_ends)) {
         return NULL;
     }
-    PyObject *places = PySequence_Tuple(given), *missing = constant(s_MISSING);
-    if (places == NULL || missing == NULL) {
-        Py_XDECREF(places);
+    PyObject *members = PySequence_Tuple(given), *missing = constant(s_MISSING);
+    if (members == NULL || missing == NULL) {
+        Py_XDECREF(members);
         return NULL;
     }
     int is_left = 0;
     Outcome outcome = DONE;
-    taking.several = PyTuple_GET_SIZE(places) > 1;
-    for (Py_ssize_t turn = PyTuple_GET_SIZE(places) - 1; turn >= 0 && outcome != FAILED; turn--) {
-        Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, turn));
-        PyObject *answer = PyList_GetItem(answers, place); /* borrowed */
+    taking.several = PyTuple_GET_SIZE(members) > 1;
+    for (Py_ssize_t turn = PyTuple_GET_SIZE(members) - 1; turn >= 0 && outcome != FAILED; turn--) {
+        Py_ssize_t member = PyLong_AsSsize_t(PyTuple_GET_ITEM(members, turn));
+        PyObject *answer = PyList_GetItem(answers, member); /* borrowed */
         if (answer != missing) {
             outcome = answer == NULL ? FAILED : DONE;
             continue;
         }
-        PyObject *supervisor = PySequence_GetItem(supervisors, place);
+        PyObject *supervisor = PySequence_GetItem(supervisors, member);
         PyObject *lock = supervisor == NULL ? NULL : locked(supervisor);
-        outcome = lock == NULL ? FAILED : take_one(supervisor, answers, place, &taking);
+        outcome = lock == NULL ? FAILED : take_one(supervisor, answers, member, &taking);
         if (lock != NULL) {
             outcome = unlocked(lock, outcome);
         }
@@ -1146,7 +1145,7 @@ take(PyObject *module, PyObject *args)
         is_left |= outcome == LEFT;
     }
     Py_XDECREF(taking.until);
-    Py_DECREF(places);
+    Py_DECREF(members);
     return outcome == FAILED ? NULL : PyBool_FromLong(is_left);
 }
 
@@ -1176,15 +1175,15 @@ What a step returned that goes on with the episode, in the types that most envs 
 to functions of the reference, result by result. */
 
 typedef struct {
-    Py_buffer bank, place, whole; /* place: of the payload; whole: of all observations, if they are arrays */
+    Py_buffer bank, area, whole; /* area: of short payloads; whole: of all observations, if they are arrays */
     PyObject *dtype, *cells, *key, *digest, *side;
     PyObject **reply_flags; /* an attribute of side */
     Py_ssize_t rewards, flags, unset; /* unset: bytes of flags and of digests of final observations */
 } Side;
 
 #define STEPPER(X)                                                                                                     \
-    X(reference) X(rest) X(note_error) X(finish) X(fail) X(write_payload) X(take_info) X(told) X(words) X(calls)       \
-    X(decode) X(packer) X(is_verbatim)
+    X(reference) X(rest) X(note_error) X(finish) X(fail) X(write_payload) X(take_info) X(generators) X(words)         \
+    X(calls) X(decode) X(packer) X(is_verbatim)
 
 typedef struct {
     PyObject_HEAD
@@ -1215,15 +1214,15 @@ learn_from_packer(Stepper *self)
     return failed ? -1 : 0;
 }
 
-/* Puts payload in its place: the head, and the numbers of all slots. */
+/* Writes a payload into its short area: the head, and the numbers of all slots. */
 static int
 write_numbers(Stepper *self, Side *side, PyObject *number, int64_t request)
 {
     PyObject *head = PyTuple_GET_ITEM(self->infos.columns, 3);
     Py_ssize_t length = PyBytes_GET_SIZE(head), size = 8 * self->infos.count * self->slots;
-    if (length + size <= side->place.len) {
-        memcpy(side->place.buf, PyBytes_AS_STRING(head), length);
-        memcpy((char *)side->place.buf + length, self->infos.numbers, size);
+    if (length + size <= side->area.len) {
+        memcpy(side->area.buf, PyBytes_AS_STRING(head), length);
+        memcpy((char *)side->area.buf + length, self->infos.numbers, size);
         atomic_store(&((Words *)self->words)->words[REPLY_PAYLOAD + (request & 1)], length + size);
         return 0;
     }
@@ -1409,9 +1408,9 @@ step_slot(Stepper *self, Side *side, Py_ssize_t slot, PyObject *actions)
         info = Py_NewRef(PyTuple_GET_ITEM(result, 4));
     }
     else if (outcome == LEFT) {
-        PyObject *place = PyLong_FromSsize_t(slot);
-        info = place == NULL ? NULL : PyObject_CallFunctionObjArgs(self->rest, side->side, place, result, NULL);
-        Py_XDECREF(place);
+        PyObject *index = PyLong_FromSsize_t(slot);
+        info = index == NULL ? NULL : PyObject_CallFunctionObjArgs(self->rest, side->side, index, result, NULL);
+        Py_XDECREF(index);
     }
     Py_XDECREF(call);
     Py_XDECREF(action);
@@ -1446,12 +1445,12 @@ note_error(Stepper *self, Side *side, Beside *beside, Py_ssize_t slot)
     if (error == NULL) {
         return -1;
     }
-    PyObject *place = PyLong_FromSsize_t(slot);
-    int failed = place == NULL || begin_beside(self, beside) < 0 ||
-                 called(PyObject_CallFunctionObjArgs(self->note_error, side->side, place, error, beside->infos,
+    PyObject *index = PyLong_FromSsize_t(slot);
+    int failed = index == NULL || begin_beside(self, beside) < 0 ||
+                 called(PyObject_CallFunctionObjArgs(self->note_error, side->side, index, error, beside->infos,
                                                      beside->failures, NULL)) < 0;
     Py_DECREF(error);
-    Py_XDECREF(place);
+    Py_XDECREF(index);
     return failed ? -1 : 0;
 }
 
@@ -1466,7 +1465,7 @@ answer(Stepper *self, Side *side, PyObject *number, int64_t request, Beside *bes
         return -1;
     }
     int is_more = beside->infos != NULL && (PyList_GET_SIZE(beside->infos) || PyDict_GET_SIZE(beside->failures));
-    if (is_more || PyDict_GET_SIZE(self->told) || flags & IRREGULAR) {
+    if (is_more || PyDict_GET_SIZE(self->generators) || flags & PICKLED_ROWS) {
         if (begin_beside(self, beside) < 0 ||
             called(PyObject_CallFunctionObjArgs(self->finish, number, side->side, beside->infos, beside->failures,
                                                 NULL)) < 0) {
@@ -1549,7 +1548,7 @@ stepper_clear(Stepper *self)
         Py_CLEAR(side->side);
         Py_CLEAR(side->dtype);
         PyBuffer_Release(&side->bank);
-        PyBuffer_Release(&side->place);
+        PyBuffer_Release(&side->area);
         PyBuffer_Release(&side->whole);
     }
     forget_infos(&self->infos);
@@ -1567,8 +1566,8 @@ stepper_dealloc(Stepper *self)
 static int
 take_side(Side *side, PyObject *given, Py_ssize_t slots)
 {
-    PyObject *bank, *place, *whole, *view = NULL, *layout = NULL;
-    if (!PyArg_ParseTuple(given, "OOOO!OOO", &bank, &place, &whole, &PyList_Type, &side->cells, &side->key,
+    PyObject *bank, *area, *whole, *view = NULL, *layout = NULL;
+    if (!PyArg_ParseTuple(given, "OOOO!OOO", &bank, &area, &whole, &PyList_Type, &side->cells, &side->key,
                           &side->digest, &side->side)) {
         side->cells = side->key = side->digest = side->side = NULL;
         return -1;
@@ -1580,7 +1579,7 @@ take_side(Side *side, PyObject *given, Py_ssize_t slots)
     int failed = (view = PyObject_GetAttr(bank, s_view)) == NULL ||
                  (layout = PyObject_GetAttr(bank, s_layout)) == NULL ||
                  PyObject_GetBuffer(view, &side->bank, PyBUF_WRITABLE) < 0 ||
-                 PyObject_GetBuffer(place, &side->place, PyBUF_WRITABLE) < 0 ||
+                 PyObject_GetBuffer(area, &side->area, PyBUF_WRITABLE) < 0 ||
                  number_at(layout, "rewards", &side->rewards) < 0 ||
                  number_at(layout, "terminated", &side->flags) < 0 ||
                  number_at(layout, "shown", &side->unset) < 0 ||
@@ -1623,7 +1622,7 @@ stepper_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     STEPPER(TAKE_MEMBER)
     if (self->words == NULL || !Py_IS_TYPE(self->words, &WordsType) || ((Words *)self->words)->count <= SLOT ||
         self->calls == NULL || !PyList_CheckExact(self->calls) ||
-        (self->told != NULL && !PyDict_CheckExact(self->told))) {
+        (self->generators != NULL && !PyDict_CheckExact(self->generators))) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_TypeError, "a stepper has words, and a list of calls");
     }

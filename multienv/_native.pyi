@@ -26,7 +26,7 @@ class Reader:
         records: Sequence[memoryview],
         reward: int,
         words: Words,
-        places: Sequence[memoryview],
+        areas: Sequence[memoryview],
         described: Callable[[bytes], Any],
     ) -> None: ...
     def __call__(self, number: int) -> Any: ...
@@ -39,7 +39,7 @@ class RowsReader:
         full: Sequence[Any],
         infos: Sequence[Any],
         words: Words,
-        places: Sequence[memoryview],
+        areas: Sequence[memoryview],
         numbers_in: Callable[[bytes], Any],
     ) -> None: ...
     def __call__(self, number: int) -> Any: ...
@@ -57,14 +57,14 @@ def serve(
 ) -> int: ...
 def ask(
     supervisors: Sequence[Any],
-    places: Sequence[int],
+    members: Sequence[int],
     actions: Sequence[Any] | Parts,
     state: Any,
     asker: Any,
     nothing: Any = ...,
 ) -> int: ...
 def take(
-    supervisors: Sequence[Any], places: Sequence[int], answers: list[Any], state: Any, leaves_ends: bool = False
+    supervisors: Sequence[Any], members: Sequence[int], answers: list[Any], state: Any, leaves_ends: bool = False
 ) -> bool: ...
 def core() -> int: ...
 def follow(reference: dict[str, Any]) -> bool: ...

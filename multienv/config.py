@@ -123,8 +123,8 @@ class Deadlines(Named):
         reset: One ``reset``. ``"auto"`` works as for ``step``, and starts after three resets.
         step: One ``step``; in a ``rollout``, each step. ``"auto"`` starts after twenty steps: the deadline is then ten
             times the slowest step of this process so far, and at least 10 s. A request that misses the deadline gets
-            thirty times as long in the next process. So an env that is only slow gets its time, and a chance hang is
-            healed.
+            thirty times as long in the next process. So an env that is only slow gets its time, and a worker that
+            hung by chance is recovered.
         call: One ``call``, ``get_attr``, ``set_attr`` or ``render``.
         close: Closing the envs of a process: by ``close()``, at the end of the trainer, or when nothing refers to them.
             Then the process is killed, and a warning says so. Cannot be ``None``.
@@ -155,7 +155,7 @@ class Deadlines(Named):
 class RestartPolicy(Named):
     """Says what happens when a worker is lost, and how often.
 
-    ``"replay"`` brings the same episode back and verifies it; if multienv cannot show that the episode is exact, it
+    ``"replay"`` recovers the same episode and verifies it; if multienv cannot show that the episode is exact, it
     truncates it. ``"truncate"`` ends the episode at the failed step. ``"raise"`` raises a
     :class:`~multienv.errors.WorkerLostError`.
 

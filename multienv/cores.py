@@ -86,8 +86,8 @@ def spread(workers: Sequence[Placed]) -> None:
     available = cores()
     several = 1 < len(available) == busy_cores()
     sharing = -(-len(workers) // len(available)) if several else 0
-    for place, worker in enumerate(workers):
-        core = available[place % len(available)] if several and len(available) <= len(workers) else None
+    for index, worker in enumerate(workers):
+        core = available[index % len(available)] if several and len(available) <= len(workers) else None
         worker.prefer(core, sharing=sharing)
 
 
@@ -110,17 +110,17 @@ class AskingOrder:
     """Gives the order in which to ask workers; they are best waited for in the reverse order.
 
     Args:
-        cores: For each worker, by its place in the batch, the core that it prefers, or ``None``.
+        cores: For each worker, by its index in the batch, the core that it prefers, or ``None``.
     """
 
     def __init__(self, cores: Mapping[int, int | None]) -> None:
         self._plain = tuple(cores)
         self._on = {
-            core: tuple(sorted(cores, key=lambda place: cores[place] == core))
+            core: tuple(sorted(cores, key=lambda index: cores[index] == core))
             for core in set(cores.values())
             if core is not None
         }
 
     def now(self) -> tuple[int, ...]:
-        """Return the places of the workers in the order in which to ask them now."""
+        """Return the indexes of the workers in the order in which to ask them now."""
         return self._on.get(_here(), self._plain) if self._on else self._plain

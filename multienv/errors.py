@@ -155,7 +155,7 @@ def catchable_as(base: type[MultienvError], cause: BaseException, message: str) 
         for name, value in getattr(cause, "__dict__", {}).items():
             if not name.startswith("__"):
                 setattr(error, name, value)
-    except Exception:  # a foreign metaclass, layout or __new__ may raise anything
+    except Exception:  # a user's metaclass, layout or __new__ may raise anything
         return base(message)
     assert isinstance(error, base)
     return error

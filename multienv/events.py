@@ -221,10 +221,10 @@ def checked_hooks(hooks: Any) -> tuple[Hook, ...]:
 
 
 @runs_user_code
-def tell(told: deque[tuple[Callable[[Any], object], Any]]) -> None:
+def call_hooks(events: deque[tuple[Callable[[Any], object], Any]]) -> None:
     """Call hooks with events, the oldest first, and forget them; log the exceptions that hooks raise."""
-    while told:
-        hook, event = told.popleft()
+    while events:
+        hook, event = events.popleft()
         try:
             hook(event)
         except Exception:  # a hook must not break a recovery

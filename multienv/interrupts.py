@@ -69,8 +69,8 @@ _shielded: set[CodeType] = {weakref.finalize.__call__.__code__}
 users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Noted:
-    """Stands for an interrupt that could not be raised yet.
+class PendingInterrupt:
+    """Describes an interrupt that could not be raised yet.
 
     Attributes:
         since: When it came, seconds of the clock.
@@ -85,9 +85,9 @@ class Noted:
 
 
 # The interrupt that is to be raised, if there is one.
-noted: Noted | None = None
+noted: PendingInterrupt | None = None
 # One that was raised while a SIGINT that repeats it may still have been on its way: that one is to be dropped.
-_raised: Noted | None = None
+_raised: PendingInterrupt | None = None
 
 
 def interruptible(function: Function) -> Function:
@@ -140,7 +140,7 @@ def handle(number: int, frame: FrameType | None) -> None:
     if may_raise(frame) or (current is not None and time.monotonic() > current.since + PATIENCE):
         _raise()
     if current is None:
-        noted = current = Noted()
+        noted = current = PendingInterrupt()
         with contextlib.suppress(RuntimeError):  # no thread is to be had: the end of the call raises it
             _thread.start_new_thread(_repeat, (current, threading.get_ident()))
 
@@ -173,7 +173,7 @@ def _raise() -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _repeat(mine: Noted, main: int) -> None:
+def _repeat(mine: PendingInterrupt, main: int) -> None:
     """Send SIGINT to the main thread again and again, until this interrupt is raised."""
     while True:
         time.sleep(_AGAIN)

@@ -18,7 +18,7 @@ except ImportError as missing:
         name=missing.name,
     ) from None
 
-# Seconds; a snapshot brings an env back in some milliseconds, a slow simulator takes minutes.
+# Seconds; a snapshot recovers an env in some milliseconds, a slow simulator takes minutes.
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 

@@ -22,8 +22,8 @@ from multienv.threads import Bell, Task
 _LOOK_EVERY = 0.1
 
 
-class Noted(NamedTuple):
-    """A request in an endless round, where each member may be asked something else.
+class NamedRequest(NamedTuple):
+    """A request of an endless round, in which each member may be asked something else: so each request has its name.
 
     Attributes:
         name: What the caller called.
@@ -34,12 +34,12 @@ class Noted(NamedTuple):
     content: Any
 
 
-class Ready(NamedTuple):
-    """Holds what has come of a request in an endless round to an env.
+class Result(NamedTuple):
+    """Holds the outcome of a request to one env in an endless round.
 
     Attributes:
         name: What the caller called.
-        answer: Of the supervisor; in a batch a reply with this env alone.
+        answer: Of the supervisor; in a batch a reply with the row of this env alone.
         error: What was raised, or ``None``.
     """
 
@@ -76,7 +76,7 @@ class Endless:
         self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
         self._untold: set[int] = set()  # members whose hooks may have to be told something
         self._slow: set[int] = set()  # members that were asked when all were gone over: their times are noted
-        self.requests: dict[int, Noted] = {}
+        self.requests: dict[int, NamedRequest] = {}
         self.answers: dict[int, Any] = {}
         self.failures: dict[int, BaseException] = {}
         self.tasks: dict[int, Task] = {}
@@ -89,7 +89,7 @@ class Endless:
         self.failures, self.tasks, self.ended = pending.failures, pending.tasks, pending.ended
         for place, request in enumerate(pending.requests):
             if pending.asks(place, nothing):
-                self.requests[place] = Noted(pending.name, request)
+                self.requests[place] = NamedRequest(pending.name, request)
                 if not pending.lacks(place):
                     self.answers[place] = pending.answers[place]
         for task in self.tasks.values():
@@ -143,7 +143,9 @@ class Endless:
 
     # --- asking and taking ------------------------------------------------------------------------
 
-    def send(self, members: Members, requests: Mapping[int, Noted], contents: Sequence[Any] | None = None) -> None:
+    def send(
+        self, members: Members, requests: Mapping[int, NamedRequest], contents: Sequence[Any] | None = None
+    ) -> None:
         """Send requests to members that are not asked. Broken off, none of them was made.
 
         Args:
@@ -155,10 +157,10 @@ class Endless:
         self.sending = tuple(requests)
         self.requests.update(requests)
         plain: list[int] = []
-        for place, noted in requests.items():
+        for place, request in requests.items():
             if place in members.blocking:
-                members.note(self, place, partial(members.blocking[place], *noted))
-            elif noted.name == "step" and type(noted.content) is not InThread:
+                members.note(self, place, partial(members.blocking[place], *request))
+            elif request.name == "step" and type(request.content) is not InThread:
                 supervisor = supervisors[place]
                 if not watch.add(place, supervisor.channel, supervisor.position.number + 1):
                     self._look_now.add(place)
@@ -254,5 +256,5 @@ class Endless:
         for place in list(self._untold):
             supervisor = members.supervisors[place]
             if supervisor is not None:
-                supervisor.record.call_hooks()
+                supervisor.reporter.call_hooks()
             self._untold.discard(place)

@@ -340,7 +340,7 @@ class FanOut:
         What the caller does between this and its ``return`` must not call anything: what another signal handler raises
         there would lose the outcome.
         """
-        if any(self.members.told):
+        if any(self.members.events):
             current, self.members.asked = self.members.asked, None  # for a hook that uses the envs all the same
             try:
                 self.call_hooks()

@@ -132,8 +132,8 @@ class Members:
         me: A reference to the owner, by which a supervisor knows who has asked it last.
         asked: What they are asked, until the outcome has been handed to the caller.
         bell: Of all endless rounds, once there is one: what a handler raises in a finalizer is swallowed.
-        records: Of the supervisors.
-        told: What their hooks are to be told.
+        reporters: Of the supervisors.
+        events: What their hooks are to be called with.
         heals_here: There is one member alone: nobody has to wait while a call brings it back.
     """
 
@@ -159,8 +159,8 @@ class Members:
         self._name = name
         self._executor: Pool | None = None
         self.bell: Bell | None = None
-        self.records = [one.record for one in self.supervisors if one is not None]
-        self.told = [record.told for record in self.records]
+        self.reporters = [one.reporter for one in self.supervisors if one is not None]
+        self.events = [reporter.events for reporter in self.reporters]
 
     @property
     def pool(self) -> Pool:
@@ -177,8 +177,8 @@ class Members:
 
     def call_hooks(self) -> None:
         """Call the hooks with what happened meanwhile."""
-        for record in self.records:
-            record.call_hooks()
+        for reporter in self.reporters:
+            reporter.call_hooks()
 
     def _is_sent(self, current: AnyRound, place: int) -> bool:
         """Tell whether nothing is left to do to send a member its request, though an exception came meanwhile.

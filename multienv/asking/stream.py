@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from multienv import interrupts
-from multienv.asking.endless import Endless, Noted, Ready
+from multienv.asking.endless import Endless, NamedRequest, Result
 from multienv.asking.fanout import FanOut, Round
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
@@ -41,15 +41,15 @@ class Sharing(Protocol):
     def member(self, env: int) -> int:
         """Return the member that has an env."""
 
-    def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:
+    def due(self, member: int, given: Mapping[int, NamedRequest]) -> NamedRequest | None:
         """Return the request to a member that is free; ``None`` if there is none, or an env lacks one."""
 
-    def envs(self, member: int, noted: Noted) -> Iterable[int]:
+    def envs(self, member: int, request: NamedRequest) -> Iterable[int]:
         """Return the envs of a member that a request concerns."""
 
     def results(
-        self, member: int, noted: Noted, answer: Any, failure: BaseException | None
-    ) -> Iterable[tuple[int, Ready]]:
+        self, member: int, request: NamedRequest, answer: Any, failure: BaseException | None
+    ) -> Iterable[tuple[int, Result]]:
         """Return what came of a request for each of its envs, whatever the member is asked from now on."""
 
 
@@ -69,19 +69,19 @@ class OneEach:
         """Return the env."""
         return env
 
-    def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:
+    def due(self, member: int, given: Mapping[int, NamedRequest]) -> NamedRequest | None:
         """Return what was given."""
         return given.get(member)
 
-    def envs(self, member: int, noted: Noted) -> Iterable[int]:
+    def envs(self, member: int, request: NamedRequest) -> Iterable[int]:
         """Return the env."""
         return (member,)
 
     def results(
-        self, member: int, noted: Noted, answer: Any, failure: BaseException | None
-    ) -> Iterable[tuple[int, Ready]]:
+        self, member: int, request: NamedRequest, answer: Any, failure: BaseException | None
+    ) -> Iterable[tuple[int, Result]]:
         """Return what came of the request."""
-        return ((member, Ready(noted.name, answer, failure)),)
+        return ((member, Result(request.name, answer, failure)),)
 
 
 class Stream:
@@ -109,19 +109,19 @@ class Stream:
         current = self._begun()
         # Env → its request, which is asked, or waits for those of the envs that share its worker.
         self._given = {
-            env: noted for member, noted in current.requests.items() for env in self._sharing.envs(member, noted)
+            env: request for member, request in current.requests.items() for env in self._sharing.envs(member, request)
         }
-        self._ready: dict[int, Ready] = {}  # env → what came of its request, in the order in which it came
+        self._ready: dict[int, Result] = {}  # env → what came of its request, in the order in which it came
         self._due: dict[int, None] = {}  # members that there may be something to ask
 
     @property
-    def given(self) -> Mapping[int, Noted]:
+    def given(self) -> Mapping[int, NamedRequest]:
         """Return the requests that nothing has come of yet, by env."""
         self._carry_out()
         return self._given
 
     @property
-    def ready(self) -> Mapping[int, Ready]:
+    def ready(self) -> Mapping[int, Result]:
         """Return what has come and is not handed over, by env, the first first."""
         self._carry_out()
         return self._ready
@@ -146,7 +146,9 @@ class Stream:
         self._carry_out()
         self.count_seconds()
         is_all = not self._due
-        self.decided = partial(Stream._note_given, requests={env: Noted(name, one) for env, one in requests.items()})
+        self.decided = partial(
+            Stream._note_given, requests={env: NamedRequest(name, one) for env, one in requests.items()}
+        )
         self._ask(parts if is_all and not self._sharing.is_shared else None)
 
     def take(self, until: float = -inf) -> None:
@@ -276,11 +278,11 @@ class Stream:
         self.seconds[1] += seconds * ready
         self.seconds[2] += seconds * (self._sharing.count - ready - len(self._given))
 
-    def _note_given(self, requests: Mapping[int, Noted]) -> None:
+    def _note_given(self, requests: Mapping[int, NamedRequest]) -> None:
         self._given.update(requests)
         self._due.update(dict.fromkeys(map(self._sharing.member, requests)))
 
-    def _note_ready(self, members: AbstractSet[int], ready: Mapping[int, Ready]) -> None:
+    def _note_ready(self, members: AbstractSet[int], ready: Mapping[int, Result]) -> None:
         self._ready.update(ready)
         for env in ready:
             self._given.pop(env, None)
@@ -301,7 +303,9 @@ class Stream:
             return
         asked, due, given = self._round().requests, self._sharing.due, self._given
         requests = {
-            member: noted for member in self._due if member not in asked and (noted := due(member, given)) is not None
+            member: request
+            for member in self._due
+            if member not in asked and (request := due(member, given)) is not None
         }
         if requests:
             self._round().send(self._fan.members, requests, parts if len(requests) == len(self._due) else None)

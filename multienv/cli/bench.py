@@ -72,7 +72,7 @@ def bench(
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             ray = RayOptions(address=address)
         try:
-            result = measure(found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, ray=ray, told=work.update)
+            result = measure(found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, ray=ray, say=work.update)
         except Exception as error:  # from the env or from another library
             raise UsageError(
                 f"{env} cannot be measured: {first_line(error)} For details, run `multienv doctor {env}`."

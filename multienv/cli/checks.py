@@ -221,15 +221,15 @@ class Patient:
         return SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, **options})
 
 
-def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
-    """Run all checks that make sense. Call ``told`` with the row of each check that has a finding."""
+def examine(patient: Patient, report: Callable[[Row], object]) -> list[Row]:
+    """Run all checks that make sense. Call ``report`` with the row of each check that has a finding."""
     rows: list[Row] = []
     for check in CHECKS:
         found = _tried(check, patient)
         if found is None:
             continue
         rows.append(found._replace(name=check.__name__.replace("_", " ")))
-        told(rows[-1])
+        report(rows[-1])
         if found.verdict == "broken":
             break
     return rows
@@ -358,12 +358,12 @@ def repeats(patient: Patient) -> Row:
     """Compare with the walk of another process: the same seed should give the same walk."""
     if not patient.other.steps:
         patient.other = undisturbed(patient, patient.first.steps)
-    place = patient.differs_at(patient.other)
-    patient.again = not place
-    if place:
+    difference = patient.differs_at(patient.other)
+    patient.again = not difference
+    if difference:
         return Row(
             "note",
-            f"two processes with the same seed differ at {place}",
+            f"two processes with the same seed differ at {difference}",
             "Does it use other randomness than self.np_random: the clock, os.urandom, a generator that is not seeded?",
         )
     what = "rewards and flags in " if patient.noticed.incomparable else ""
@@ -380,10 +380,10 @@ def begins_anew(patient: Patient) -> Row:
     found = resumed(patient.worker, first, longest, _ANEW_SECONDS)
     for loss in found.own_losses:
         patient.note_own_loss(loss)
-    place = found.walk.place_of_difference(first)
-    if place is not None or found.has_strayed:
+    index = found.walk.place_of_difference(first)
+    if index is not None or found.has_strayed:
         patient.anew = False
-        episodes = found.walk.episodes(None if found.has_strayed else place)
+        episodes = found.walk.episodes(None if found.has_strayed else index)
         return Row(
             "note",
             f"{_MEMORY}: seen after {episodes} episodes of at most {longest} steps",
@@ -778,7 +778,7 @@ def strike(patient: Patient, manner: KillManner, restart: RestartPolicy, **optio
 
 def _reason(recovery: Recovery) -> str:
     """Return why a recovery was not exact; leave out that the process was killed."""
-    return recovery.reason.partition("It cannot be brought back: ")[2] or recovery.reason
+    return recovery.reason.partition("It cannot be recovered: ")[2] or recovery.reason
 
 
 def _outgrows_replays(patient: Patient) -> bool:

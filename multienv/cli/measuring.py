@@ -97,7 +97,7 @@ def measure(
     seconds: float,
     repeats: int,
     ray: RayOptions | None = None,
-    told: Callable[[str], object] = lambda text: None,
+    say: Callable[[str], object] = lambda text: None,
 ) -> Bench:
     """Build all contenders, and let them step in turn, in another order each time.
 
@@ -108,7 +108,7 @@ def measure(
         seconds: Length of each turn.
         repeats: Number of turns of each contender.
         ray: Measure RayVectorEnv too, on this cluster.
-        told: Called with a text that says what is being done.
+        say: Called with a text that says what is being done.
 
     Raises:
         MultienvError: The env failed in its own process, or no layout of SubprocessVectorEnv could be measured.
@@ -122,7 +122,7 @@ def measure(
         bench = Bench(_limit(env_fn, stack))
         bench.limit.step_for(_WARM_UP)
         for one in _contenders(env_fn, num_envs, against, ray):
-            told(f"building {one.name} ...")
+            say(f"building {one.name} ...")
             try:
                 batch = one.make()
                 stack.callback(_close, batch)
@@ -136,7 +136,7 @@ def measure(
             raise UsageError("; ".join(f"{name}: {why}" for name, why in bench.left_out.items()))
         turns = [bench.limit, *bench.contenders]
         for number in range(repeats):
-            told(f"turn {number + 1} of {repeats} ...")
+            say(f"turn {number + 1} of {repeats} ...")
             dice.shuffle(turns)
             for one in turns:
                 one.rates.append(one.step_for(seconds))

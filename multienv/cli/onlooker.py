@@ -71,7 +71,7 @@ class Worker:
         return bool(self._process.is_running())
 
     def _work(self) -> tuple[bool, int, int]:
-        """Return idle, number of the request, place in a replay: they are equal as long as the work is the same.
+        """Return idle, number of the request, and number in a replay: they are equal as long as the work is the same.
 
         Read the reply before the request. In the other order, an answer in between would look like no answer.
         """
@@ -123,14 +123,14 @@ class Worker:
         return row
 
     def _state(self) -> str:
-        status, (is_idle, _, place) = self._process.status(), self._doing
+        status, (is_idle, _, replayed) = self._process.status(), self._doing
         if status not in (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING):
             return str(status)
         if is_idle:
             return "idle"
         if not self._segment.words[REPLY]:
             return "building"
-        return "replaying" if place >= 0 else "busy"
+        return "replaying" if replayed >= 0 else "busy"
 
     def close(self) -> None:
         """Release the memory."""

@@ -44,16 +44,16 @@ class Walk:
         """
         pairs = enumerate(zip(self.seen, other.seen, strict=False))
         skipped = 0 if observations else 1  # a reset has returned nothing else
-        return next((place for place, ((_, one), (_, its)) in pairs if not same(one[skipped:], its[skipped:])), None)
+        return next((index for index, ((_, one), (_, its)) in pairs if not same(one[skipped:], its[skipped:])), None)
 
     def differs_at(self, other: Walk, *, observations: bool = True) -> str:
         """Return the name of the first reset or step that differs in the other walk; ``""`` if none does."""
-        place = self.place_of_difference(other, observations=observations)
-        return "" if place is None else self.seen[place][0]
+        index = self.place_of_difference(other, observations=observations)
+        return "" if index is None else self.seen[index][0]
 
-    def episodes(self, place: int | None = None) -> int:
-        """Return how many episodes had begun up to a place in ``seen``, or up to its end."""
-        return sum(len(seen) == 1 for _, seen in self.seen[: None if place is None else place + 1])
+    def episodes(self, index: int | None = None) -> int:
+        """Return how many episodes had begun up to an index in ``seen``, or up to its end."""
+        return sum(len(seen) == 1 for _, seen in self.seen[: None if index is None else index + 1])
 
 
 def walk(

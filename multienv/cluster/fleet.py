@@ -24,7 +24,7 @@ from multienv.cluster.cluster import AGAIN, WATCH_EVERY, Cluster, Node, RayHost,
 from multienv.cluster.courier import Courier
 from multienv.cluster.options import RayOptions
 from multienv.errors import ClosedError, ClusterError, NoCapacityError, UsageError
-from multienv.processes.worker_process import undisturbed
+from multienv.processes.worker_process import run_uninterrupted
 from multienv.threads import Task
 
 # Seconds that a seat fails at once, after a host could not be made for it.
@@ -135,9 +135,9 @@ class Fleet:
         wanted = options.hosts or min(max(1, len(nodes)), envs)
         if not nodes:
             raise NoCapacityError("No node of the cluster has a CPU free. Add nodes, or end what has reserved them.")
-        share = [sum(1 for place in range(wanted) if place % len(nodes) == index) for index in range(len(nodes))]
+        share = [sum(1 for host in range(wanted) if host % len(nodes) == index) for index in range(len(nodes))]
         free = [max(1, node.free // max(1, count)) for node, count in zip(nodes, share, strict=True)]
-        return [Seat(self, options.cpus_per_host or free[place % len(nodes)]) for place in range(wanted)]
+        return [Seat(self, options.cpus_per_host or free[host % len(nodes)]) for host in range(wanted)]
 
     def seat_workers(self, workers: int) -> None:
         """Deal so many workers to the seats, as even as their CPUs are; those that get none are given up."""
@@ -244,7 +244,7 @@ class RelayLauncher:
         """Launch a process; does not wait for it."""
         self._fleet.refuse_if_lost()
         # Undisturbed: a courier that is made when Ctrl-C comes must be known to the seat, or nobody ends its host.
-        return RelayChannel(undisturbed(self._seat.present), lambda name: (frames.LAUNCH, name, *self._how))
+        return RelayChannel(run_uninterrupted(self._seat.present), lambda name: (frames.LAUNCH, name, *self._how))
 
     def wake_kept(self, token: int) -> RelayChannel | None:
         """Wake the snapshot kept under this token; ``None``: its host is lost."""

@@ -21,7 +21,7 @@ from multienv.cluster import frames
 from multienv.cluster.frames import Frame
 from multienv.processes.channel import Channel, Gone, wait_any
 from multienv.processes.launcher import Launch
-from multienv.recovery.record import resident_bytes
+from multienv.recovery.reporter import resident_bytes
 from multienv.threads import Bell
 from multienv.wire.banks import HEAD, STEPPED, BankLayout
 from multienv.wire.segment import BUSY, PID, REPLY_PAYLOAD, RESIDENT, Segment
@@ -92,7 +92,7 @@ class Relayed:
         if now - self.looked > _LOOK:
             self.looked = now
             words[RESIDENT] = resident_bytes(words[PID]) or 0
-        return array("q", [words[place] for place in TOLD]).tobytes()
+        return array("q", [words[word] for word in TOLD]).tobytes()
 
 
 class Relay:

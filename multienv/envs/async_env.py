@@ -18,7 +18,7 @@ from multienv.envs.building import EnvFn, WorkerOptions
 from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
 from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeout, rebuilt
-from multienv.events import Event, Hook, Statistics, checked_hooks, tell
+from multienv.events import Event, Hook, Statistics, call_hooks, checked_hooks
 from multienv.threads import Pool, Task
 from multienv.wire.actions import own_copy
 from multienv.wire.codecs import Transition
@@ -62,9 +62,9 @@ class AsyncEnv:
 
     @takes_options_of(SubprocessEnv.__init__)
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, **options: Unpack[WorkerOptions]) -> None:
-        # What hooks are to be told when the call is done.
-        self._told: deque[tuple[Callable[[Any], object], Any]] = deque()
-        options["hooks"] = [partial(_note, self._told, hook) for hook in checked_hooks(options.get("hooks", ()))]
+        # Hooks and the events to call them with when the call is done.
+        self._events: deque[tuple[Callable[[Any], object], Any]] = deque()
+        options["hooks"] = [partial(_note, self._events, hook) for hook in checked_hooks(options.get("hooks", ()))]
         self._env = SubprocessEnv(env_fn, env_index=env_index, **options)
         self._pool = Pool(1, _THREAD)
         self._call: _Call | None = None  # until its outcome is handed to the caller
@@ -84,7 +84,7 @@ class AsyncEnv:
         if self._call is not None:  # it ends now
             await self._call.ended(self._pool)
         self._pool.shutdown(wait=False)
-        tell(self._told)
+        call_hooks(self._events)
 
     async def __aenter__(self) -> Self:
         """Initialize the env; close it if that fails."""
@@ -209,7 +209,7 @@ class AsyncEnv:
             assert current is not None
             await current.ended(self._pool)
             answer, error = current.outcome(resumes)
-            tell(self._told)
+            call_hooks(self._events)
         finally:
             if self._awaited is mine:
                 self._awaited = None
@@ -270,8 +270,8 @@ class _Call:
         return answer, error
 
 
-def _note(told: deque[tuple[Callable[[Any], object], Any]], hook: Hook, event: Event) -> None:
-    told.append((hook, event))
+def _note(events: deque[tuple[Callable[[Any], object], Any]], hook: Hook, event: Event) -> None:
+    events.append((hook, event))
 
 
 def _wake(waiting: list[tuple[asyncio.AbstractEventLoop, WeakMethod[Callable[[], None]]]]) -> None:

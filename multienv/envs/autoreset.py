@@ -32,14 +32,14 @@ class AutoresetFollowup:
         self.leaves_ends = mode is AutoresetMode.SAME_STEP
         self._failed: set[int] = set()  # members whose own reset raised, and is still due
 
-    def is_due(self, place: int, supervisor: Supervisor) -> bool:
+    def is_due(self, member: int, supervisor: Supervisor) -> bool:
         """Tell whether the next step of a member has to be a reset."""
         episode = supervisor.state.episode
-        return episode is Episode.ENDED or (episode is Episode.NONE and place in self._failed)
+        return episode is Episode.ENDED or (episode is Episode.NONE and member in self._failed)
 
-    def first(self, place: int, supervisor: Supervisor) -> Reset | None:
+    def first(self, member: int, supervisor: Supervisor) -> Reset | None:
         """Return the reset to ask for in place of a step, or ``None``."""
-        return BEGINNING if self.is_due(place, supervisor) else None
+        return BEGINNING if self.is_due(member, supervisor) else None
 
     def next(
         self, supervisor: Supervisor, ended: Transition | None, answer: Any, request: Any
@@ -48,17 +48,17 @@ class AutoresetFollowup:
         is_end = self.leaves_ends and len(answer) != 2 and (answer[2] or answer[3])
         return (answer, "reset", BEGINNING) if is_end else None
 
-    def joined(self, place: int, ended: Transition | None, answer: Any) -> Transition:
+    def joined(self, member: int, ended: Transition | None, answer: Any) -> Transition:
         """Return the outcome of a step, which may have been a reset, or was followed by one."""
         if len(answer) != 2:
             return answer  # type: ignore[no-any-return]
-        self._failed.discard(place)
+        self._failed.discard(member)
         return joined(ended, answer)
 
-    def failed(self, place: int, transition: Transition | None, error: MultienvError) -> None:
+    def failed(self, member: int, transition: Transition | None, error: MultienvError) -> None:
         """Note that a step, or the reset in it, raised."""
         if getattr(error, "command", "") == "reset":
-            self._failed.add(place)
+            self._failed.add(member)
             if transition is not None:
                 error.returned = transition  # type: ignore[attr-defined]
 

@@ -29,13 +29,13 @@ from multienv.processes.environment import module_path, process_attributes, work
 from multienv.processes.launcher import Launch, method_of
 from multienv.processes.limits import limit_error
 from multienv.processes.serial import SerialChannel
-from multienv.processes.worker_process import undisturbed
+from multienv.processes.worker_process import run_uninterrupted
 from multienv.recovery.recoverer import Launcher
 from multienv.recovery.supervisor import Supervisor
 from multienv.recovery.turns import Turns
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
-from multienv.wire.messages import Build, Setting, foreign, seeds_from
+from multienv.wire.messages import Build, Setting, call_user_code, seeds_from
 from multienv.wire.shared_pickle import LARGE, SharedPickle, share
 from multienv.worker.host import Host
 from multienv.worker.main_module import main_script, refuse_while_importing
@@ -120,7 +120,7 @@ def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
     given: Any = {} if worker_env is None else worker_env
     if callable(worker_env):
         function = worker_env
-        given = foreign(
+        given = call_user_code(
             lambda: function(worker),
             lambda error: UsageError(
                 f"worker_env({worker}) raised {type(error).__name__}: {error}. It is called in the trainer, with the "
@@ -367,8 +367,8 @@ def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
     pool = Pool(max(1, most), "multienv-build")
     tasks = side_by_side(pool, [worker.initialize for worker in workers])
     for worker in workers:
-        worker.record.call_hooks()
-    return {place: task.error for place, task in enumerate(tasks) if task.error is not None}
+        worker.reporter.call_hooks()
+    return {index: task.error for index, task in enumerate(tasks) if task.error is not None}
 
 
 def _draws(slots: int) -> tuple[int, ...]:
@@ -384,7 +384,7 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
         cloudpickle.register_pickle_by_value(main)
     try:
         data, buffers = pickled_env_fns(env_fns, LARGE if shares else None)
-    except Exception as error:  # pickling runs foreign code
+    except Exception as error:  # pickling runs code of the user
         env_fn = next((one for one in env_fns if not _can_be_pickled(one)), env_fns)
         why = culprit_in(env_fn, _can_be_pickled)
         raise UsageError(
@@ -394,8 +394,8 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
         ) from error
     if not shares or (len(data) < LARGE and not buffers):
         return data
-    try:  # undisturbed: a descriptor is made there
-        return undisturbed(partial(share, data, buffers))
+    try:  # uninterrupted, because a descriptor is made there
+        return run_uninterrupted(partial(share, data, buffers))
     except OSError as error:
         if error.errno is None:  # a signal handler's
             raise
@@ -455,7 +455,7 @@ def listed_env_fns(owner: str, env_fns: Iterable[EnvFn]) -> list[EnvFn]:
     found = list(env_fns)
     if not found:
         raise UsageError(f"{owner}: env_fns is empty; give one function for each env.")
-    return [checked_env_fn(env_fn, place, f"env_fns[{place}]") for place, env_fn in enumerate(found)]
+    return [checked_env_fn(env_fn, index, f"env_fns[{index}]") for index, env_fn in enumerate(found)]
 
 
 def mode_of(mode: Any) -> AutoresetMode:

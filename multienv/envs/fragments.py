@@ -68,7 +68,7 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
         raise UsageError(f"rollout(): the policy {policy!r:.100} cannot be called; give observations -> actions.")
     try:
         return Rollout(pickled(policy), count)
-    except Exception as error:  # pickling runs foreign code
+    except Exception as error:  # pickling runs code of the user
         raise UsageError(
             f"rollout(): the policy cannot be pickled: {type(error).__name__}: {error}. It is sent to the worker: keep "
             "envs, locks and open files out of it. Nothing was sent."

@@ -88,7 +88,7 @@ class MultiEnv:
         self._pace = OwnPace(self._fan)
 
     def _hosted(self) -> dict[int, SupervisedEnv]:
-        """Return the envs of our own, also those that are wrapped, by their places."""
+        """Return the envs of our own, also those that are wrapped, by their indexes."""
         inner = {index: env.unwrapped for index, env in enumerate(self.envs)}
         hosted = {index: env for index, env in inner.items() if isinstance(env, SupervisedEnv)}
         if len(set(map(id, hosted.values()))) < len(hosted):
@@ -96,7 +96,7 @@ class MultiEnv:
         return hosted
 
     def _initialize(self, hosted: dict[int, SupervisedEnv]) -> None:
-        places, envs = list(hosted), list(hosted.values())
+        indexes, envs = list(hosted), list(hosted.values())
         try:
             failures = initialize_all(envs)
         except BaseException:
@@ -104,7 +104,7 @@ class MultiEnv:
             close_all([env for env in envs if env.statistics().state == "starting"])
             raise
         if failures:
-            failed = {places[place]: error for place, error in failures.items()}
+            failed = {indexes[member]: error for member, error in failures.items()}
             results = [None if index in failed else env for index, env in enumerate(self.envs)]
             raise EnvsFailedError.collect("initialize()", failed, results, "Mend what the causes below name.")
 
@@ -417,8 +417,8 @@ class MultiEnv:
         """Raise what some envs raised."""
         try:
             self._refuse_if_closed(what)  # meanwhile, by a signal handler or another thread: no failure of the envs
-            told = advice_after(what, self.autoreset_mode)
-            raise EnvsFailedError.collect(what, current.failures, results, *told)
+            advice = advice_after(what, self.autoreset_mode)
+            raise EnvsFailedError.collect(what, current.failures, results, *advice)
         finally:
             self._fan.finish()
 

@@ -80,7 +80,7 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> tuple
     registered = registered_in_main()
     try:
         return _offer(env_fns, registered, least)
-    except Exception:  # foreign code
+    except Exception:  # code of the user
         if not registered:
             raise
     return _offer(env_fns, {}, least)
@@ -102,7 +102,7 @@ def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | No
 
 
 def pickled(value: object) -> bytes:
-    """Pickle ``value`` for a process of this machine. Raises whatever pickling raises: it runs foreign code."""
+    """Pickle ``value`` for a process of this machine. Raises whatever pickling raises: it runs code of the user."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()

@@ -100,7 +100,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
                 # that is asked about above comes last: an interruption leaves all to do again.
                 self._show_spaces(description.spaces[0])
         finally:
-            self._supervisor.record.call_hooks()
+            self._supervisor.reporter.call_hooks()
         return self
 
     def _show_spaces(self, spaces: tuple[Any, Any]) -> None:
@@ -220,10 +220,10 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         answer = self._calls.resume()
         if not isinstance(answer, RolloutReply):
             return answer
-        told = fragment_of_one(answer, False)
-        if isinstance(told, Exception):
-            raise told
-        return told
+        fragment = fragment_of_one(answer, False)
+        if isinstance(fragment, Exception):
+            raise fragment
+        return fragment
 
     def render(self) -> Any:
         """Render the env and return the result of its ``render``.
@@ -515,10 +515,10 @@ def built_envs(what: str, envs: list[Face]) -> list[Face]:
 
 
 def initialize_all(envs: Sequence[SupervisedEnv]) -> dict[int, BaseException]:
-    """Start all, then build in parallel; returns what some of them raised, by their place."""
+    """Start all, then build in parallel; returns what some of them raised, by their index."""
     failures = build_all([env._supervisor for env in envs])
-    for place, env in enumerate(envs):
-        if place not in failures:
+    for index, env in enumerate(envs):
+        if index not in failures:
             env.initialize()
     return failures
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multienv import interrupts
-from multienv.asking.endless import Noted, Ready
+from multienv.asking.endless import NamedRequest, Result
 from multienv.asking.fanout import FanOut
 from multienv.asking.members import InThread, ask_patiently
 from multienv.asking.stream import OneEach, Stream
@@ -325,15 +325,15 @@ class Scheduler:
 
     # --- effects of an answer ---------------------------------------------------------------------
 
-    def _taken_up(self, index: int, record: Record, ready: Ready) -> Record:
+    def _taken_up(self, index: int, record: Record, result: Result) -> Record:
         """Return the record of an env that has answered a step or a reset, or failed."""
         if record.state is EnvState.NEED_RESET:  # that request was given up for a reset
             return record
-        if ready.error is not None:
-            return self._failed(index, record, ready.error)
+        if result.error is not None:
+            return self._failed(index, record, result.error)
         if record.state is not EnvState.RESET:
-            return self._stepped(index, record, ready.answer)
-        observation, info = ready.answer
+            return self._stepped(index, record, result.answer)
+        observation, info = result.answer
         timestep = record.timestep
         if timestep is not None and self._config.reset_inplace:
             timestep = timestep._replace(observation=observation)
@@ -342,16 +342,16 @@ class Scheduler:
     def _stepped(self, index: int, record: Record, transition: Transition) -> Record:
         config = self._config
         observation, reward, terminated, truncated, info = transition
-        told = info if isinstance(info, dict) else {}  # the env may have returned anything
-        ours = told.get("multienv")
+        known = info if isinstance(info, dict) else {}  # the env may have returned anything
+        ours = known.get("multienv")
         if isinstance(ours, dict) and ours.get("recovery") == "truncated":
-            info = told = {**told, "abnormal": True}
+            info = known = {**known, "abnormal": True}
         timestep = Timestep(index, observation, reward, terminated, truncated, info)
         if not timestep.done:
             return record._replace(timestep=timestep, observation=self._kept(observation), info=info)
-        episodes = record.episodes + (not _is_abnormal(told))
+        episodes = record.episodes + (not _is_abnormal(known))
         if config.reset_inplace:
-            timestep = timestep._replace(info={**told, "final_obs": observation})
+            timestep = timestep._replace(info={**known, "final_obs": observation})
         record = record._replace(episodes=episodes, timestep=timestep)
         if episodes >= config.episode_num:
             return record._replace(state=EnvState.DONE)
@@ -391,13 +391,13 @@ class _Retries(OneEach):
         super().__init__(len(supervisors))
         self._supervisors, self._config, self._closing = supervisors, config, closing
 
-    def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:
+    def due(self, member: int, given: Mapping[int, NamedRequest]) -> NamedRequest | None:
         """Return what was given, or what a thread is to call."""
-        noted, config = given.get(member), self._config
-        if noted is None or noted.name != "reset" or config.max_retry == 1:
-            return noted
-        call = partial(_reset_patiently, self._supervisors[member], noted.content, config, self._closing)
-        return Noted("reset", InThread(call))
+        request, config = given.get(member), self._config
+        if request is None or request.name != "reset" or config.max_retry == 1:
+            return request
+        call = partial(_reset_patiently, self._supervisors[member], request.content, config, self._closing)
+        return NamedRequest("reset", InThread(call))
 
 
 def _resetting(record: Record) -> Record:
@@ -405,7 +405,7 @@ def _resetting(record: Record) -> Record:
     return record._replace(state=EnvState.RESET, resets=record.resets + 1)
 
 
-def _is_call(one: Noted | Ready) -> bool:
+def _is_call(one: NamedRequest | Result) -> bool:
     """Tell whether something is neither a step nor a reset."""
     return one.name not in ("step", "reset")
 

@@ -1,5 +1,7 @@
 """Launch worker processes, talk to them, and learn of their death.
 
+This package is not public: the public names are in ``multienv``, and ``docs/api.md`` lists them.
+
 ::
 
     trainer ── wake socket: bytes, EOF ── worker        requests and replies lie in shared memory (wire.segment)

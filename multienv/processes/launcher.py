@@ -39,7 +39,7 @@ from multienv.processes.environment import (
 from multienv.processes.leftovers import end_orphans
 from multienv.processes.limits import limit_error, raise_descriptor_limit, refuse_too_many
 from multienv.processes.protocol import FREE, LAUNCH, WAKE, Order, tell_fate
-from multienv.processes.worker_process import ProcessChannel, live, undisturbed
+from multienv.processes.worker_process import ProcessChannel, live, run_uninterrupted
 from multienv.sometimes import sometimes
 from multienv.threads import Lock
 from multienv.wire.shared_pickle import SharedPickle
@@ -115,7 +115,7 @@ class Launch:
     def start(self) -> ProcessChannel:
         """Launch a process; does not wait for it. Raises SystemLimitError, UsageError, ClosedError."""
         order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, title=self.title or "multienv worker")
-        return undisturbed(partial(_launched, order, -1 if self.shared is None else self.shared.handed()))
+        return run_uninterrupted(partial(_launched, order, -1 if self.shared is None else self.shared.handed()))
 
     def wake_kept(self, token: int) -> ProcessChannel | None:
         """Wake the snapshot kept under this token, as a new process with a new segment; ``None`` if it is gone.
@@ -125,7 +125,7 @@ class Launch:
         client = _client
         if client is not None:
             with SystemErrors():
-                return undisturbed(partial(_ordered, client, Order(WAKE, token=token)))
+                return run_uninterrupted(partial(_ordered, client, Order(WAKE, token=token)))
         return None
 
     def free(self, token: int) -> None:
@@ -217,7 +217,7 @@ class MonitorClient:
 _client: MonitorClient | None = None
 _lock = threading.Lock()
 # Held by the thread that has a worker launched. If hundreds tried at once while the monitor's socket is full they would
-# keep the cores from the monitor, and some would be given up. No signal handler runs in them: see undisturbed().
+# keep the cores from the monitor, and some would be given up. No signal handler runs in them: see run_uninterrupted().
 _turn = threading.Lock()
 _is_shutting_down = False
 
@@ -328,7 +328,7 @@ def _shut_down() -> None:
     An exception that a signal handler raises meanwhile (a second Ctrl-C) ends the wait: the monitor then kills them.
     """
     global _client, _is_shutting_down
-    # Or a thread that is woken by its worker's end would bring the env back and hang once more.
+    # Else a thread that waits for a worker would see the worker end, recover its env and hang once more.
     _is_shutting_down = True
     client, _client = _client, None
     if client is not None:

@@ -130,19 +130,19 @@ def tell_stack(stack: str) -> bytes:
 
 def tell_fate(fate: Fate) -> bytes:
     """Encode how the worker ended, as a line of JSON."""
-    told = {"code": fate.code, "stack": fate.stack, "stderr": fate.stderr, "snapshot": fate.snapshot}
-    return json.dumps({"fate": told}).encode() + b"\n"
+    found = {"code": fate.code, "stack": fate.stack, "stderr": fate.stderr, "snapshot": fate.snapshot}
+    return json.dumps({"fate": found}).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Holds what the monitor has told of one worker so far."""
+class MonitorNews:
+    """Holds what the monitor has reported of one worker so far."""
 
     stacks: tuple[str, ...] = ()
     fate: Fate | None = None
 
     @classmethod
-    def of(cls, data: bytes) -> Told:
+    def of(cls, data: bytes) -> MonitorNews:
         """Decode all bytes received so far; a last line without its end counts as not received."""
         lines = [json.loads(line) for line in data.split(b"\n")[:-1]]
         fates = [Fate(**line["fate"]) for line in lines if "fate" in line]

@@ -35,7 +35,7 @@ from multienv.processes.channel import (
     SystemErrors,
     give_way,
 )
-from multienv.processes.protocol import AT_ONCE, KILL, STACK, WAKE, Order, Told, send_with_descriptors
+from multienv.processes.protocol import AT_ONCE, KILL, STACK, WAKE, MonitorNews, Order, send_with_descriptors
 from multienv.threads import Lock, Task
 from multienv.wire.segment import (
     BUSY,
@@ -65,15 +65,15 @@ live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
 
 
 @shielded
-def undisturbed(function: Callable[[], T]) -> T:
-    """Call a function so that no signal handler interrupts it.
+def run_uninterrupted(function: Callable[[], T]) -> T:
+    """Run a function in another thread, where no signal handler interrupts it, and return its result.
 
-    Between the system call that makes a descriptor and the line that notes it, a handler of the user's may raise, and
-    the descriptor is lost. (Ctrl-C is not raised there: see ``interrupts.py``.) Blocking signals does not help: another
-    thread, of BLAS for instance, takes the signal, and Python runs the handler in the main thread all the same. But
-    only there: a function that is called from the main thread therefore runs in a thread of its own. An exception of a
-    handler then finds the caller waiting; the result of the function is dropped, and its finalizer closes the
-    descriptors.
+    The problem: between the system call that makes a descriptor and the line that stores it, a signal handler of the
+    user may raise, and the descriptor is lost. (Ctrl-C is not raised there: see ``interrupts.py``.) To block signals
+    does not help: another thread, of BLAS for instance, takes the signal, and Python runs the handler in the main
+    thread all the same. It runs handlers nowhere else, so a function that is called in the main thread runs in a thread
+    of its own. If a handler raises meanwhile, it is the wait for that thread that is interrupted: the result of the
+    function is dropped, and its finalizer closes the descriptors.
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
@@ -93,7 +93,7 @@ def undisturbed(function: Callable[[], T]) -> T:
 
 
 class ProcessChannel(Channel):
-    """Talks to one process. To be made inside :func:`undisturbed`.
+    """Talks to one process. To be made inside :func:`run_uninterrupted`.
 
     Args:
         give: Gives the monitor the order that leads to the process; called with the descriptors that go with it.
@@ -106,8 +106,8 @@ class ProcessChannel(Channel):
 
     def __init__(self, give: Callable[[Sequence[int]], None], resume: Callable[[], None], shared: int = -1) -> None:
         self._resume = resume
-        self._news: list[bytes] = []  # all that was received from the monitor; an empty last item: the end
-        self._told = Told()
+        self._received: list[bytes] = []  # all that was received from the monitor; an empty last item: the end
+        self._news = MonitorNews()
         self._rung = 0  # the newest request that the worker was woken for
         self._lock = Lock()  # held for moments; a signal handler may come in between
         self._is_released = self._is_given_up = False
@@ -205,7 +205,7 @@ class ProcessChannel(Channel):
             self._ended = True
         except BlockingIOError:
             self._hear()
-            self._ended = self._told.fate is not None
+            self._ended = self._news.fate is not None
         except OSError as error:
             if error.errno is None:  # a signal handler's: see SystemErrors
                 raise
@@ -218,13 +218,13 @@ class ProcessChannel(Channel):
         """Receive the monitor's messages; decode all of them anew each time, because a call may be interrupted."""
         with self._lock:
             with SystemErrors():
-                while not self._news or self._news[-1]:
-                    self._news.append(self._fate.recv(65_536, socket.MSG_DONTWAIT))
-            told = Told.of(b"".join(self._news))
-            if told.fate is None and self._news and not self._news[-1]:
-                told = replace(told, fate=UNKNOWN_FATE)
-            self._told = told
-            if told.fate is not None:
+                while not self._received or self._received[-1]:
+                    self._received.append(self._fate.recv(65_536, socket.MSG_DONTWAIT))
+            news = MonitorNews.of(b"".join(self._received))
+            if news.fate is None and self._received and not self._received[-1]:
+                news = replace(news, fate=UNKNOWN_FATE)
+            self._news = news
+            if news.fate is not None:
                 with SystemErrors():  # from now on the socket is readable: other threads may wait for the same news
                     self._fate.shutdown(socket.SHUT_RD)
 
@@ -239,9 +239,9 @@ class ProcessChannel(Channel):
         while True:
             self._resume()
             self._hear()
-            told, left = self._told, until - time.monotonic()
-            if told.fate is not None or (stacks is not None and len(told.stacks) > stacks):
-                return told.fate
+            news, left = self._news, until - time.monotonic()
+            if news.fate is not None or (stacks is not None and len(news.stacks) > stacks):
+                return news.fate
             if left <= 0 or self._is_released:
                 return None
             readable((self._fate.fileno(),), min(left, LONGEST_SLEEP))
@@ -252,7 +252,7 @@ class ProcessChannel(Channel):
         """Return how the process ended; kill the process first if only its wake socket has ended."""
         if self._gone is None:
             if self._is_released:
-                return Gone(cause, self._told.fate or UNKNOWN_FATE, self.pid, detail=detail or "the channel is closed")
+                return Gone(cause, self._news.fate or UNKNOWN_FATE, self.pid, detail=detail or "the channel is closed")
             fate = self._learn(_LINE_PATIENCE)
             if fate is None:
                 return self.kill(cause="broken", detail=detail or "it closed its connection to the trainer")
@@ -291,18 +291,18 @@ class ProcessChannel(Channel):
         if not self.segment.words[PID] or self._is_released:  # the signal kills a process without its handler
             return ""
         self._hear()
-        before = len(self._told.stacks)
+        before = len(self._news.stacks)
         with SystemErrors():
             Order(STACK).send(self._fate)
             self._learn(_STACK_PATIENCE, before)
-        return self._told.stacks[-1] if len(self._told.stacks) > before else ""
+        return self._news.stacks[-1] if len(self._news.stacks) > before else ""
 
     def wake(self) -> ProcessChannel | None:
         """Ask the monitor to wake the snapshot."""
-        fate = self._told.fate
+        fate = self._news.fate
         if fate is not None and fate.snapshot is not None and not self._is_released:
             with SystemErrors():  # the monitor is gone, and the snapshot with it
-                return undisturbed(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self._resume))
+                return run_uninterrupted(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self._resume))
         return None
 
     def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
@@ -322,7 +322,7 @@ class ProcessChannel(Channel):
         """Tell whether the monitor has reported the end of the process, or the channel is released."""
         if self._gone is None and not self._is_released:
             self._hear()
-        return self._gone is not None or self._is_released or self._told.fate is not None
+        return self._gone is not None or self._is_released or self._news.fate is not None
 
     def is_busy(self) -> bool:
         """Tell whether the process is not up yet, or executes a request other than that to close its envs."""

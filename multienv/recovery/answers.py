@@ -1,8 +1,8 @@
-"""What the caller gets for a reply: read out of the bank and the payload, with honest truncations laid over it.
+"""Make the caller's answer from a reply: read the bank and the payload, and write truncations over lost slots.
 
-A single env is a batch of one, whose caller gets slot 0 alone. A truncation shows the observations once more that the
-caller saw last, as the worker's position says. Reading a reply does not change it: the supervisor commits what was
-``Read`` together with the request.
+A single env is a batch of one, whose caller gets only slot 0. A truncation shows the observation that the caller saw
+last, which the worker's position holds. Reading a reply changes nothing, so it can be repeated: the supervisor commits
+the ``Read`` together with the end of the request.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from functools import partial
 from typing import Any
 
 from multienv.errors import ResultNotPicklableError
-from multienv.recovery.position import Loose, Position
-from multienv.wire.banks import ENDED, FAILED, IRREGULAR, NOT_RESET
+from multienv.recovery.position import PickledRows, Position
+from multienv.wire.banks import ENDED, FAILED, NOT_RESET, PICKLED_ROWS
 from multienv.wire.codecs import Codec, RowsReply, Transition, payload_of
 from multienv.wire.infos import NONE, Extras, Illegible, unpack_extras
-from multienv.wire.messages import Failure, Reset, foreign
+from multienv.wire.messages import Failure, Reset, call_user_code
 from multienv.wire.segment import Segment
 
 # Slot and failure → the error to raise.
 ErrorOf = Callable[[int, Failure], Exception]
 # Slot and reason → what info["multienv"] says of a truncation.
-Told = Callable[[int, str], dict[str, Any]]
+TruncationInfo = Callable[[int, str], dict[str, Any]]
 Skipped = Sequence[tuple[int, str]]
 
 
@@ -49,18 +49,18 @@ class Read:
 
     Attributes:
         number: Of the request.
-        evidence, irregular, rest: The payload, see ``ReplyPayload``.
-        seen, loose: What these become, see ``Position``.
+        evidence, pickled, rest: The payload, see ``ReplyPayload``.
+        seen, pickled_rows: The new values of these attributes of ``Position``.
         ended: A step ended an episode.
         truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
     """
 
     number: int
     evidence: bytes
-    irregular: bytes
+    pickled: bytes
     rest: bytes
     seen: int
-    loose: Loose
+    pickled_rows: PickledRows
     ended: bool = False
     truncated_errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -72,38 +72,38 @@ class Answers:
         codec: Of the envs.
         position: What the caller has seen.
         error_of: Builds the error of a failure.
-        told: What ``info["multienv"]`` says of a truncation.
+        truncation_info: What ``info["multienv"]`` says of a truncation.
         on_spaces: Called with the spaces that a single env has set, pickled.
         same_step: The worker begins the next episode in the step that ended one.
         truncates: What an env of a batch raises in a step is made a truncation of.
 
     Attributes:
-        started: Number of the last reply that tells how random generators stood before resets; 0: none did.
-        generators: What it tells: slot → state.
+        started: Number of the last reply with states of random generators before resets; 0: there was none.
+        generators: Those states: slot → state.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "started")  # that of the hot path has a place of its own
+    __slots__ = ("__dict__", "__weakref__", "started")  # the hot path reads these, native code by offset
 
     def __init__(
         self,
         codec: Codec,
         position: Position,
         error_of: ErrorOf,
-        told: Told,
+        truncation_info: TruncationInfo,
         on_spaces: Callable[[bytes], object],
         *,
         same_step: bool,
         truncates: bool,
     ) -> None:
         self._codec, self._position = codec, position
-        self._error_of, self._told, self._on_spaces = error_of, told, on_spaces
+        self._error_of, self._truncation_info, self._on_spaces = error_of, truncation_info, on_spaces
         self._same_step, self._truncates = same_step, truncates
         self.started = 0
         self.generators: Mapping[int, bytes] = NONE
 
     def read(self, segment: Segment, number: int) -> Read:
-        """Return the reply as it travelled. Raises nothing: all of it is bytes."""
-        return Read(number, *payload_of(segment, number), self._position.seen, self._position.loose)
+        """Return the reply as bytes. Nothing is unpickled, so nothing can raise."""
+        return Read(number, *payload_of(segment, number), self._position.seen, self._position.pickled_rows)
 
     def step(self, segment: Segment, read: Read, skipped: Skipped) -> RowsReply | Transition | Exception:
         """Return what a reply to a step shows: rows, those of skipped slots as honest truncations, or a transition.
@@ -120,14 +120,14 @@ class Answers:
             return self._unwrapped(segment, read, extras)
         infos: dict[int, Any] = dict(extras.infos) if skipped else {}
         for slot, reason in skipped:
-            told = {"multienv": self._told(slot, reason)}
+            final_info = {"multienv": self._truncation_info(slot, reason)}
             if self._same_step:
                 last = self._last_observation(segment, slot)
-                infos[slot] = {**infos.get(slot, {}), "final_obs": last, "final_info": told, **told}
+                infos[slot] = {**infos.get(slot, {}), "final_obs": last, "final_info": final_info, **final_info}
             if not self._same_step or bank.skipped[slot] == NOT_RESET:
                 self._show_again(segment, slot, reply)
             if not self._same_step:
-                infos[slot] = told
+                infos[slot] = final_info
             reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True
         self._finish(segment, read, reply, extras, infos)
         return reply
@@ -151,7 +151,7 @@ class Answers:
 
     def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply | Transition:
         """Return the honest end of all episodes without a process: what was seen last once more."""
-        infos = [(slot, {"multienv": self._told(slot, reason)}) for slot, reason in skipped]
+        infos = [(slot, {"multienv": self._truncation_info(slot, reason)}) for slot, reason in skipped]
         if self._codec.exact:
             last = None
             if segment is not None:
@@ -161,12 +161,12 @@ class Answers:
         assert segment is not None
         reply = self._codec.rows(segment, self._position.seen)
         reply.rewards[:], reply.terminated[:], reply.truncated[:] = 0.0, False, True
-        return reply.with_extras(Extras(infos, {}, self._loose_observations(self._position.loose_now, {})))
+        return reply.with_extras(Extras(infos, {}, self._unpickled_rows(self._position.pickled_rows_now, {})))
 
     def plain(self, segment: Segment, number: int) -> RowsReply | Transition:
         """Return the answer to a plain step of which some infos are pickled. Raises Illegible."""
-        payload = segment.read_reply_payload(number)  # without an irregular part: the rows hold all
-        extras, illegible = foreign(partial(self._extras, number, payload), Illegible)
+        payload = segment.read_reply_payload(number)  # without a pickled part: the rows hold all
+        extras, illegible = call_user_code(partial(self._extras, number, payload), Illegible)
         if self._codec.exact:
             return (*self._codec.transition(segment, number), _first_info(extras))
         reply = self._codec.rows(segment, number).with_extras(extras)
@@ -174,15 +174,15 @@ class Answers:
         return reply
 
     def shown(self, segment: Segment) -> Any:
-        """Return what the caller saw last: an observation; the arrays of rows; or what travelled for each slot."""
+        """Return what the caller saw last: an observation; the arrays of the rows; or a pickled row for each slot."""
         if self._codec.exact:
             return self._last_observation(segment, 0)
         if not self._codec.has_rows:
-            return self._position.loose_now
+            return self._position.pickled_rows_now
         return [leaf.copy() for leaf in self._codec.rows(segment, self._position.seen).leaves]
 
     def _extras(self, number: int, rest: bytes) -> tuple[Extras, dict[int, Exception]]:
-        """Take apart what a reply carries beside its rows; raise what a single env's info raises."""
+        """Unpack what a reply carries beside its rows; raise the error of a single env's info that is illegible."""
         extras, illegible = unpack_extras(rest) if rest else (Extras(), {})
         if extras.generators:  # resets at which a replay can begin
             self.started, self.generators = number, extras.generators
@@ -193,13 +193,13 @@ class Answers:
         return extras, illegible
 
     def _reply(self, segment: Segment, read: Read, command: str) -> tuple[RowsReply, Extras]:
-        number, loose = read.number, self._position.loose_now
-        if segment.banks[number & 1].view[3] & IRREGULAR:
-            pairs = zip(loose, pickle.loads(read.irregular), strict=True)
-            loose = [old if new is None else new for old, new in pairs]
+        number, pickled_rows = read.number, self._position.pickled_rows_now
+        if segment.banks[number & 1].view[3] & PICKLED_ROWS:
+            pairs = zip(pickled_rows, pickle.loads(read.pickled), strict=True)
+            pickled_rows = [old if new is None else new for old, new in pairs]
         elif self._codec.exact:
-            loose = [None]
-        read.seen, read.loose = number, (number, loose)
+            pickled_rows = [None]
+        read.seen, read.pickled_rows = number, (number, pickled_rows)
         reply = self._codec.rows(segment, number)
         extras, illegible = self._extras(number, read.rest)
         reply.errors = {slot: self._error_of(slot, failure) for slot, failure in extras.failures.items()}
@@ -208,8 +208,8 @@ class Answers:
 
     def _unwrapped(self, segment: Segment, read: Read, extras: Extras) -> Transition:
         """Return the transition of a single env. Raises what unpickling it raises."""
-        _, (told,) = read.loose
-        return (*self._codec.transition(segment, read.number, told), _first_info(extras))
+        _, (row,) = read.pickled_rows
+        return (*self._codec.transition(segment, read.number, row), _first_info(extras))
 
     def _finish(self, segment: Segment, read: Read, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
         """Write the failures into the rows of their slots.
@@ -223,14 +223,15 @@ class Answers:
             if self._truncates and reply.truncated[slot]:
                 read.truncated_errors[slot] = reply.errors.pop(slot)
                 what = extras.failures[slot]
-                told = {"multienv": self._told(slot, f"The env raised {what.type_name}: {what.text}")}
-                infos[slot] = {**infos.get(slot, {}), **told}
+                reason = f"The env raised {what.type_name}: {what.text}"
+                final_info = {"multienv": self._truncation_info(slot, reason)}
+                infos[slot] = {**infos.get(slot, {}), **final_info}
                 reply.rewards[slot] = 0.0
                 if self._same_step:
-                    infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": told}
+                    infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": final_info}
                     continue
             self._show_again(segment, slot, reply)
-        extras.observations = self._loose_observations(read.loose[1], reply.errors)
+        extras.observations = self._unpickled_rows(read.pickled_rows[1], reply.errors)
         if infos:
             extras.infos = sorted(infos.items())
         reply.extras = extras if extras.infos or extras.observations is not None else None
@@ -243,26 +244,26 @@ class Answers:
                 leaf[slot] = old[slot]
 
     def _last_observation(self, segment: Segment, slot: int) -> Any:
-        seen, told = self._position.seen, self._position.loose_now[slot]
+        seen, row = self._position.seen, self._position.pickled_rows_now[slot]
         if self._codec.exact:
-            return self._codec.observation(segment, seen, told) if seen else None
+            return self._codec.observation(segment, seen, row) if seen else None
         if self._codec.has_rows:
             return self._codec.row(segment, seen, slot) if seen else None
-        return None if told is None else pickle.loads(told)
+        return None if row is None else pickle.loads(row)
 
-    def _loose_observations(self, loose: list[bytes | None], errors: dict[int, Exception]) -> Any:
+    def _unpickled_rows(self, pickled_rows: list[bytes | None], errors: dict[int, Exception]) -> Any:
         """Return the observations that have no rows; those that cannot be unpickled here become ``errors``."""
         if self._codec.has_rows:
             return None
         observations: list[Any] = []
-        for slot, told in enumerate(loose):
+        for slot, row in enumerate(pickled_rows):
             observations.append(None)
-            if told is not None:
+            if row is not None:
                 try:
-                    observations[-1] = foreign(partial(pickle.loads, told), Illegible)
+                    observations[-1] = call_user_code(partial(pickle.loads, row), Illegible)
                 except Illegible as error:
                     errors.setdefault(slot, unreadable("step", error))
-                    loose[slot] = self._position.loose_now[slot]  # the caller has not seen this observation
+                    pickled_rows[slot] = self._position.pickled_rows_now[slot]  # the caller has not seen this one
         return observations
 
 
@@ -286,7 +287,7 @@ def call_answer(
             errors[slot] = error_of(slot, failures[slot])
         elif data is not None:
             try:
-                values[-1] = foreign(partial(pickle.loads, data), Illegible)
+                values[-1] = call_user_code(partial(pickle.loads, data), Illegible)
             except Illegible as error:
                 errors[slot] = unreadable(command, error)
     return values, errors

@@ -13,7 +13,7 @@ from typing import Any
 from multienv.errors import NotRestoredError, UsageError
 from multienv.processes.channel import Channel
 from multienv.recovery.journal import Journal
-from multienv.recovery.policy import Effort
+from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
 from multienv.recovery.recoverer import Unrecoverable
 from multienv.recovery.state_machine import Episode, Process, State
@@ -21,7 +21,7 @@ from multienv.sometimes import sometimes
 from multienv.wire.messages import KeepSnapshot
 
 # Version of the dict that state_dict() returns.
-_VERSION = 9
+_VERSION = 10
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
 _tokens = count(1)
@@ -154,7 +154,7 @@ class Checkpoints:
         token = next(_tokens)
         try:
             obstacle = worker.ask_between(KeepSnapshot(token, worker.position.number))
-            snapshot = Snapshot(token, self.position(), self._kept, worker.record.env_in(-1))
+            snapshot = Snapshot(token, self.position(), self._kept, worker.reporter.env_in(-1))
         except BaseException:
             sometimes("a snapshot is broken off while it is taken")
             if worker.channel is not None:
@@ -178,14 +178,14 @@ class Checkpoints:
         if snapshot.is_free:
             raise UsageError("restore(): this snapshot has been freed.")
         position, recoverer = snapshot.position, worker.recoverer
-        effort = recoverer.begin(planned=True)
+        progress = recoverer.begin(planned=True)
         # First: else this process is the parent of the woken one, and the monitor does not see that one end.
         worker.give_up()
         try:
-            channel = recoverer.wake_kept(snapshot.token, position["number"], effort)
+            channel = recoverer.wake_kept(snapshot.token, position["number"], progress)
             if channel is None:  # the frozen process is gone: replay what led to it
                 sometimes("a kept snapshot is gone")
-                channel = self._replayed(position, effort)
+                channel = self._replayed(position, progress)
         except Unrecoverable as reason:
             raise NotRestoredError(
                 f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
@@ -248,16 +248,16 @@ class Checkpoints:
         episode, truncations = worker.state.episode.value, worker.state.pending_truncations
         return {**worker.position.dump(worker.segment), "episode": episode, "pending_truncations": truncations}
 
-    def _replayed(self, position: Mapping[str, Any], effort: Effort) -> Channel:
+    def _replayed(self, position: Mapping[str, Any], progress: RecoveryProgress) -> Channel:
         """Return a new process with envs replayed to this position; the worker keeps its own process."""
         worker = self._supervisor
         journal = Journal(recording=True, policy=worker.policy, memory=worker.position.journal.memory)
         there = Position(worker.position.build, journal)
         there.load(position)
-        found = worker.recoverer.bring_back(there.build, journal.plans(), effort, journal.why_no_plan())
+        found = worker.recoverer.recover_by_replay(there.build, journal.plans(), progress, journal.why_no_plan())
         if found.plan is not None and found.plan.resets and not journal.begins_anew:
             logger.warning(
-                "%s: brought back by a replay from a reset. %s", worker.record.name, journal.memory.reservation
+                "%s: restored by a replay from a reset. %s", worker.reporter.name, journal.memory.reservation
             )
         if found.mismatches:
             sometimes("the replay of a checkpoint differs")

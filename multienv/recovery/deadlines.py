@@ -1,4 +1,4 @@
-"""How long an env may take for a request: as its deadlines say, or, where they say ``"auto"``, by the times seen."""
+"""How long an env may take for a request: as given, or, for ``"auto"``, found from the times that requests took."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RequestDeadlines:
 
     Attributes:
         step, reset, call: Seconds that an env may take; ``None``: there is no limit, or none yet.
-        is_learning: One of them is found from the times seen.
+        is_learning: One of them is ``"auto"``.
     """
 
     def __init__(self, deadlines: Deadlines, *, resets_in_steps: bool) -> None:
@@ -40,7 +40,7 @@ class RequestDeadlines:
         self.learn(0, 0)
 
     def finds(self, name: str) -> bool:
-        """Tell whether the deadline of ``"step"`` or ``"reset"`` is found from the times seen."""
+        """Tell whether the deadline of ``"step"`` or ``"reset"`` is ``"auto"``."""
         return name in self._finds
 
     def note(self, name: str, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""One loss of a worker's process: how the envs are brought back, and what is told of it."""
+"""One loss of a worker's process: how the envs are recovered, and what is reported of it."""
 
 from __future__ import annotations
 
@@ -6,63 +6,63 @@ from multienv.config import RestartPolicy
 from multienv.errors import MultienvError, RestartBudgetExceeded
 from multienv.events import Loss, Outcome
 from multienv.processes.channel import Channel, Fate
-from multienv.recovery.policy import Effort
+from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
-from multienv.recovery.record import Record
-from multienv.recovery.recoverer import Found, Recoverer, Unrecoverable
+from multienv.recovery.recoverer import RecoveredEnvs, Recoverer, Unrecoverable
+from multienv.recovery.reporter import Reporter
 from multienv.recovery.state_machine import Instruction, Kind, NotRecovered, Recovered, State
 from multienv.reports.texts import what_happened
 from multienv.sometimes import sometimes
 
 
 class Healing:
-    """Holds what is known of one loss, from when it is noticed until the request is answered, or the envs are given up.
+    """Recovers from one loss: made when the loss is noticed, kept until the request is answered or the envs given up.
 
     Args:
         lost: The channel of the lost process.
         fate: How that process ended, and which snapshot it left. Not the ``Gone``: its traceback would keep the segment
             mapped.
-        effort: What it takes to bring the envs back.
-        repeats: The process was itself brought back for this request, with more of the past than it had to have. That
-            past may be the cause, so a short replay is tried first.
+        progress: What the recovery has taken so far.
+        repeats: The lost process had itself been started for this request, and had repeated more of the past than a
+            recovery needs. That past may be the cause, so a short replay is tried first.
 
     Attributes:
-        loss: As events tell of it; ``None`` until it is recorded.
-        processes: How many the request has ended, once the envs are brought back.
+        loss: The event that describes it; ``None`` until it is made.
+        processes: How many processes the request has ended; known once the envs are recovered.
     """
 
-    def __init__(self, lost: Channel, fate: Fate, effort: Effort, *, repeats: bool = False) -> None:
-        self.lost, self.fate, self.effort = lost, fate, effort
+    def __init__(self, lost: Channel, fate: Fate, progress: RecoveryProgress, *, repeats: bool = False) -> None:
+        self.lost, self.fate, self.progress = lost, fate, progress
         self._repeats = repeats
         self.loss: Loss | None = None
         self.processes = 0
 
-    def recover(self, recoverer: Recoverer, position: Position) -> Found:
-        """Bring the envs back, with one charge to the budget and one deadline.
+    def recover(self, recoverer: Recoverer, position: Position) -> RecoveredEnvs:
+        """Recover the envs, with one charge to the budget and one deadline.
 
-        From the snapshot, else by the journal; the second time by a short replay if possible. A simulator may fail
-        because something has piled up in its process. A snapshot has the same pile, and a replay from the construction
-        builds it again.
+        The snapshot is tried first, then replays of the journal. If the recovered process is lost too, a short replay
+        is tried before both: a simulator may fail because of what has accumulated in its process, and the snapshot
+        holds that too, and a replay from the construction on accumulates it again.
 
         Raises:
             BudgetSpentError: The policy allows no further restart.
-            Unrecoverable: Nothing leads back.
+            Unrecoverable: The snapshot and all replays have failed.
         """
-        effort, journal = self.effort, position.journal
-        recoverer.arm(effort)
-        recoverer.admit(effort, position.steps)
+        progress, journal = self.progress, position.journal
+        recoverer.arm(progress)
+        recoverer.admit(progress, position.steps)
         found = self._shortly_replayed(recoverer, position) if self._repeats else None
-        found = found or recoverer.wake(self.lost, journal.since, effort, self.fate)
+        found = found or recoverer.wake(self.lost, journal.since, progress, self.fate)
         if found is None:
-            self.let_go()  # first: there may be no descriptors for a lost process and its replacement at a time
-        return found or recoverer.bring_back(position.build, journal.plans(), effort, journal.why_no_plan())
+            self.let_go()  # before the replay: there may be too few descriptors for the lost process and a new one
+        return found or recoverer.recover_by_replay(position.build, journal.plans(), progress, journal.why_no_plan())
 
-    def _shortly_replayed(self, recoverer: Recoverer, position: Position) -> Found | None:
+    def _shortly_replayed(self, recoverer: Recoverer, position: Position) -> RecoveredEnvs | None:
         sometimes("a process with all of its past is lost with the next request")
         try:
-            found = recoverer.bring_back(position.build, position.journal.plans(near=True), self.effort)
+            found = recoverer.recover_by_replay(position.build, position.journal.plans(near=True), self.progress)
         except Unrecoverable:
-            sometimes("no short replay leads back")
+            sometimes("no short replay recovers the envs")
             return None
         if not found.mismatches:
             return found
@@ -83,20 +83,20 @@ class Healing:
         return what_happened(self.loss)
 
     def because(self, what: str) -> str:
-        """Return the reason for a truncation: what happened, and why the envs cannot be brought back."""
-        return f"{self.what_happened} It cannot be brought back: {what}."
+        """Return the reason for a truncation: what happened, and why the envs cannot be recovered."""
+        return f"{self.what_happened} It cannot be recovered: {what}."
 
     def outcome(
         self, event: Recovered | NotRecovered, instruction: Instruction, before: State, after: State, reservation: str
     ) -> tuple[Outcome, str]:
-        """Return what is told of a recovery, and the reason for it.
+        """Return the outcome to report, and the reason for it.
 
         Args:
-            event: How it ended.
+            event: How the recovery ended.
             instruction: What follows from that.
             before: The state before the event.
             after: The state after it.
-            reservation: What is said of a replay that is not exact.
+            reservation: The reason if the outcome is "replayed", not "exact".
         """
         if isinstance(event, NotRecovered):
             is_reset = before.request is not None and before.request.kind is Kind.RESET
@@ -107,17 +107,17 @@ class Healing:
             return "raised", f"The same {self.loss.command}() ended process after process."
         truncated = [reason for slot, reason in after.pending_truncations if slot in event.mismatches]
         reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
-        if reasons:  # all that differs may be about to be reset
+        if reasons:  # if the pending request resets all slots that differ, nothing is truncated
             return "truncated" if after.skipped or truncated else "reset", reasons[0]
-        return ("exact", "") if self.effort.is_exact else ("replayed", reservation)
+        return ("exact", "") if self.progress.is_exact else ("replayed", reservation)
 
-    def error(self, instruction: Instruction, state: State, record: Record, policy: RestartPolicy) -> MultienvError:
+    def error(self, instruction: Instruction, state: State, reporter: Reporter, policy: RestartPolicy) -> MultienvError:
         """Build the error for an instruction to raise."""
         loss = self.loss
         assert loss is not None
         if instruction is Instruction.RAISE_BUDGET:
             text = f"Its RestartPolicy allows {policy.max_restarts} restarts in {policy.window:g} s; they are spent."
-            return record.lost_error(loss, text, RestartBudgetExceeded)
+            return reporter.lost_error(loss, text, RestartBudgetExceeded)
         if instruction is Instruction.RAISE_POISON:
             sometimes("a reset or a call ends process after process")
             advice = f"The same {loss.command}() ended process after process, {self.processes} so far; it is given up. "
@@ -125,13 +125,13 @@ class Healing:
                 advice += "The next reset() starts a new process: try another seed or other options, or mend the env."
             else:
                 advice += "The episode goes on: mend what it calls in the env, or leave it out."
-            return record.lost_error(loss, advice)
+            return reporter.lost_error(loss, advice)
         if loss.command == "initialize":
             sometimes("the first process is lost while its envs are built, and given up")
-            return record.lost_error(loss, "Run env_fn() in-process to see why; initialize() tries again.")
+            return reporter.lost_error(loss, "Run env_fn() in-process to see why; initialize() tries again.")
         if state.pending_truncations:
             sometimes("a call finds the episode lost")
             reason = state.pending_truncations[0][1].removeprefix(what_happened(loss)).strip()
-            return record.lost_error(loss, f"{reason} The next step() ends the episode.".strip())
+            return reporter.lost_error(loss, f"{reason} The next step() ends the episode.".strip())
         whose = "The episodes of all its envs are" if len(loss.envs) > 1 else "Its episode is"
-        return record.lost_error(loss, f"{whose} lost; the next reset() starts a new process.")
+        return reporter.lost_error(loss, f"{whose} lost; the next reset() starts a new process.")

@@ -30,7 +30,7 @@ from multienv.wire.codecs import REWARD_TYPES, Codec
 from multienv.wire.infos import NO_COLUMNS, Extras, NumberInfos, described
 from multienv.wire.segment import REPLY, REQUEST, WORKER_SLEEPS
 
-# One step in so many is followed by a look at the limits.
+# After one step in so many the limits are applied: see Supervisor.apply_limits.
 SAMPLE = 63
 # Seconds that take() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
 _PATIENCE = 0.01
@@ -119,7 +119,7 @@ def _native_buffers(supervisor: Any, channel: Channel, codec: Codec) -> Any:
     return native.Hot(
         owners=(supervisor, *parts),
         buffers=StepBuffers(channel, codec),
-        places=segment.reply_places,
+        areas=segment.reply_areas,
         slots=codec.slots,
         rewards=codec.layout.rewards,
         shown=shown,
@@ -145,7 +145,7 @@ def plain_heads(*, exact: bool) -> dict[int, int]:
 
 def ask(
     supervisors: Sequence[Any],
-    places: Sequence[int],
+    members: Sequence[int],
     actions: Sequence[Any],
     state: State,
     asker: Any,
@@ -155,20 +155,20 @@ def ask(
 
     Args:
         supervisors: Each a ``Supervisor``; of all members.
-        places: Which of them, in this order.
+        members: Which of them, in this order.
         actions: One for each member; ``nothing`` leaves it alone.
         state: ``STEPPING`` or ``STEPPING_ASYNC``.
         asker: What asked each worker last, as its ``asked_by`` says.
         nothing: The action that leaves a member alone.
 
     Returns:
-        How many of ``places`` are done.
+        How many of ``members`` are done.
     """
     done = 0
-    for place in places:
-        action = actions[place]
+    for member in members:
+        action = actions[member]
         if action is not nothing:
-            supervisor = supervisors[place]
+            supervisor = supervisors[member]
             with supervisor.lock:
                 if supervisor.state is not RUNNING or supervisor.asked_by is not asker or supervisor.maintenance.is_due:
                     return done
@@ -190,18 +190,18 @@ def ask(
 
 def take(  # noqa: C901 - one loop, because each call counts here
     supervisors: Sequence[Any],
-    places: Sequence[int],
+    members: Sequence[int],
     answers: list[Any],
     state: State,
     leaves_ends: bool = False,
 ) -> bool:
-    """Wait for plain answers, the worker that was asked last first, and put them in place.
+    """Wait for plain answers, the worker that was asked last first, and put them into ``answers``.
 
     A worker alone is waited for until it answers or is lost; of several, one that is slow is left.
 
     Args:
         supervisors: Each a ``Supervisor``; of all members.
-        places: Which of them, in the order in which they were asked.
+        members: Which of them, in the order in which they were asked.
         answers: One for each member; only those that are ``MISSING`` are looked at.
         state: That of a worker whose answer may be taken.
         leaves_ends: Leave the answer that ends an episode with its supervisor.
@@ -210,10 +210,10 @@ def take(  # noqa: C901 - one loop, because each call counts here
         Whether an answer is left, because it is not plain, or its process is slow or has ended.
     """
     is_left, until = False, None
-    for place in reversed(places):
-        if answers[place] is not MISSING:
+    for member in reversed(members):
+        if answers[member] is not MISSING:
             continue
-        supervisor = supervisors[place]
+        supervisor = supervisors[member]
         with supervisor.lock:
             if supervisor.state is not state:
                 is_left = True
@@ -228,7 +228,7 @@ def take(  # noqa: C901 - one loop, because each call counts here
                     give_way()
                     looks = looks - 1 if monotonic() < asleep_at else 0
             if not looks:
-                if until is None and len(places) > 1:
+                if until is None and len(members) > 1:
                     until = monotonic() + _PATIENCE
                 if not supervisor.is_answered(number, until):
                     is_left = True
@@ -260,11 +260,11 @@ def take(  # noqa: C901 - one loop, because each call counts here
             if supervisor.answers.started == number:
                 supervisor.note_starts(number)
             elif not number & SAMPLE or (meaning and supervisor.maintenance.recycling.wanted):
-                supervisor.look_at_limits()
+                supervisor.apply_limits()
             if meaning and leaves_ends:
                 is_left = True
             else:
-                answers[place] = answer
+                answers[member] = answer
     return is_left
 
 

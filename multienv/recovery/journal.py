@@ -1,19 +1,20 @@
 """What drove the envs of a worker, what the caller saw of it, and where a replay of each slot can begin.
 
-The entries lie by the number of their request (see ``wire.banks`` for what is in one). The supervisor puts that of a
-plain step there itself: a copy of its bank. Whatever an interrupted call repeats, the same number gets the same entry.
+Entries are stored under the number of their request (``wire.banks`` says what is in one). The hot path stores that of
+a plain step itself: a copy of its bank. An interrupted call may store an entry twice: the same one, under the same
+number.
 
-Each slot has a history of its own. A replay from the construction of its env is exact, whatever the env remembers. It
-is kept while it is affordable: as long as the worker can be forked and has no snapshot yet; then for about two seconds
-of the envs' time; without snapshots as long as a replay may take at all.
+Each slot has a history of its own. A replay from the construction of its env is exact, whatever the env remembers. The
+entries for it are kept while such a replay is affordable: as long as the worker can be forked and has no snapshot yet;
+then for about two seconds of the envs' time; without snapshots as long as a replay may take at all.
 
-Later a slot is replayed from a *start*: a reset of that slot, whether the caller or the worker asked for it, of which
-the worker has told how the slot's random generators stood before it. Until its start a slot takes no part in a replay.
-A start is proven by an episode that has ended since: it will be compared. The last two proven starts are kept. An env
-that remembers something from before its start may go on otherwise. So such a replay is not exact, unless the user says
-that the env begins anew in each reset.
+Later a slot is replayed from a *start*: a reset of that slot before which the worker has saved the state of the slot's
+random generators, whether the caller or the worker asked for the reset. Until its start a slot takes no part in a
+replay. A start is proven by an episode that has ended since, because a replay from there compares at least that
+episode. The last two proven starts are kept. An env that remembers something from before its start may go on otherwise.
+So such a replay is not exact, unless the user says that the env begins anew in each reset.
 
-So what is held is bounded by episodes, not by the length of the run.
+What the journal holds is therefore bounded by the length of episodes, not by the length of the run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from multienv.wire.messages import Replay, ReplayStart
 # Seconds that the envs of a worker took since their construction, up to which a replay begins there; or twice what the
 # construction took, if that is more.
 AFFORDABLE = 2.0
-# What is said of a slot that no replay leads back to.
+# Why a slot cannot be replayed.
 UNKNOWN = (
     "its episode is no longer recorded from its beginning, and there is no snapshot. It has probably outgrown "
     "RestartPolicy.replay_limit or journal_limit"
@@ -47,10 +48,10 @@ NOT_ACCEPTED = "it can only be replayed from a reset, which RestartPolicy(accept
 # Starts of a slot that are kept, of those that are proven: if a replay from the last one differs, the one before is
 # tried.
 _KEPT = 2
-# Calls and attributes set that are repeated before a replay; older ones are forgotten.
-LASTING = 1000
-# They take no more than this part of the journal.
-_LASTING_PART = 4
+# How many calls are kept, which include attributes set, to be repeated before a replay; older ones are forgotten.
+MOST_CALLS = 1000
+# They take no more bytes than the limit of the journal divided by this.
+_CALLS_PART = 4
 
 
 class Start(NamedTuple):
@@ -59,7 +60,7 @@ class Start(NamedTuple):
     Attributes:
         number: Of the request in which the slot was reset.
         seconds: Time of the worker's envs up to there, see :meth:`Journal.trim`.
-        generators: How its random generators stood before; see ``worker.seeding``.
+        generators: State of its random generators before that; see ``worker.seeding``.
     """
 
     number: int
@@ -87,7 +88,7 @@ class History:
 
     @property
     def gap(self) -> str:
-        """Return why no replay leads to the slot, if none does."""
+        """Return why the slot cannot be replayed from a reset, if it cannot."""
         if self.proven():
             return NOT_ACCEPTED
         return UNPROVEN if self.starts else UNKNOWN
@@ -101,7 +102,7 @@ class Plan:
         entries: Entries to run again; what comes of them must be the same bytes.
         starts: Where slots begin. Those not named take part from the first entry on.
         missing: Slots that take no part in it, and why.
-        lasting: Calls and attributes set before the first entry.
+        calls: Calls and attributes set before the first entry.
         requests: Number of the entries.
         begun: The starts, by slot.
         resets: Slots that are replayed from a reset, and not from the construction of their envs.
@@ -110,7 +111,7 @@ class Plan:
     entries: bytes
     starts: tuple[ReplayStart, ...] = ()
     missing: Mapping[int, str] = field(default_factory=dict)
-    lasting: tuple[bytes, ...] = ()
+    calls: tuple[bytes, ...] = ()
     requests: int = 0
     begun: Mapping[int, Start] = field(default_factory=dict)
     resets: tuple[int, ...] = ()
@@ -119,7 +120,7 @@ class Plan:
     def message(self) -> Replay:
         """Return the request for the worker."""
         skipped = tuple(ReplayStart(slot, self.requests, b"") for slot in self.missing)
-        return Replay(self.entries, (*self.starts, *skipped), self.lasting)
+        return Replay(self.entries, (*self.starts, *skipped), self.calls)
 
 
 class Journal:
@@ -138,7 +139,12 @@ class Journal:
         histories: Of each slot.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "entries", "recording")  # those of the hot path have a place of their own
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "entries",
+        "recording",
+    )  # the hot path reads these, native code by offset
 
     def __init__(
         self,
@@ -157,14 +163,14 @@ class Journal:
         """Note how long a plain step is, how many envs there are, and the seconds that their construction took."""
         self.stride, self.slots, self._affordable = stride, slots, max(AFFORDABLE, 2 * construction)
 
-    def begin(self, number: int, lasting: Iterable[bytes] = ()) -> None:
-        """Hold nothing: the envs were built, and the next request is ``number + 1`` or later.
+    def begin(self, number: int, calls: Iterable[bytes] = ()) -> None:
+        """Empty the journal, because the envs were just built: the next request is ``number + 1`` or later.
 
         Args:
             number: Of the last request before.
-            lasting: Calls and attributes set that were repeated in the new envs.
+            calls: Calls and attributes set that were repeated in the new envs.
         """
-        repeated = list(lasting)
+        repeated = list(calls)
         self.entries: dict[int, bytes] = {}
         self.first = self._oldest = number + 1
         self.histories = [History(is_whole=self.recording) for _ in range(self.slots)]
@@ -172,7 +178,7 @@ class Journal:
         self._is_affordable = True  # a replay from the construction, as far as time goes
         self._has_forgotten = False  # a call or attribute set that no plan repeats any more
         self._longer: dict[int, int] = {}  # by how much an entry is longer than a plain step, or shorter
-        self._lasting = dict(enumerate(repeated, number + 1 - len(repeated)))
+        self._kept_calls = dict(enumerate(repeated, number + 1 - len(repeated)))
 
     @property
     def is_whole(self) -> bool:
@@ -186,35 +192,35 @@ class Journal:
 
     def __len__(self) -> int:
         """Return the bytes held."""
-        held = len(self.entries) * self.stride + sum(self._longer.values()) + sum(map(len, self._lasting.values()))
+        held = len(self.entries) * self.stride + sum(self._longer.values()) + sum(map(len, self._kept_calls.values()))
         return held + sum(len(start.generators) for history in self.histories for start in history.starts)
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def log(self, number: int, entry: bytes, lasting: bytes = b"") -> None:
+    def log(self, number: int, entry: bytes, call: bytes = b"") -> None:
         """Add the entry of a request; adding it again changes nothing.
 
         Args:
             number: Of the request.
             entry: Whatever its length.
-            lasting: The message, pickled, if it may change an env for longer than an episode.
+            call: The message, pickled, if it may change an env for longer than an episode: see ``messages.CALLS``.
         """
         if not self.recording:
             return
         if len(entry) != self.stride:
             self._longer[number] = len(entry) - self.stride
-        if lasting:
-            self._lasting[number] = lasting
+        if call:
+            self._kept_calls[number] = call
         self.entries[number] = entry
 
     def cut(self, number: int) -> None:
-        """Forget entries behind that of ``number``: an interrupted call was about to commit them."""
+        """Forget entries after that of ``number``: an interrupted call has stored them, but not committed them."""
         for late in list(takewhile(lambda one: one > number, reversed(self.entries))):
-            for held in (self._longer, self._lasting, self.entries):
+            for held in (self._longer, self._kept_calls, self.entries):
                 held.pop(late, None)
 
     def note_start(self, slot: int, number: int, generators: bytes, seconds: float) -> None:
-        """Note that a slot was reset in a request, and how its generators stood before; again changes nothing."""
+        """Note a reset of a slot, and the state of its generators before it. To note it twice changes nothing."""
         history = self.histories[slot]
         earlier = tuple(one for one in history.starts if one.number < number)
         history.starts = (*earlier, Start(number, seconds, generators))
@@ -225,12 +231,12 @@ class Journal:
             self.histories[slot].ended = number
 
     def lose(self, slots: Iterable[int]) -> None:
-        """Forget where these slots begin: their envs are not what was recorded."""
+        """Forget the starts of these slots: their envs are others than the recorded ones."""
         for slot in slots:
             self.histories[slot] = History(ended=self.histories[slot].ended, is_whole=False)
 
     def go_on_from(self, plan: Plan) -> None:
-        """Note that the envs are those that this replay has led to: what came before its starts is over."""
+        """Note that the envs come from this replay: what lies before its starts cannot be replayed any more."""
         for slot, start in plan.begun.items():
             history = self.histories[slot]
             if history.starts and history.starts[0].number < start.number:
@@ -240,7 +246,7 @@ class Journal:
     # --- reading ----------------------------------------------------------------------------------
 
     def since(self, number: int) -> Plan | None:
-        """Return what came after the request ``number``; ``None`` if that is not known any more."""
+        """Return the replay of what came after request ``number``; ``None`` if not all of that is held any more."""
         if not self.recording or number + 1 < self.first:
             return None
         numbers = self._numbers_from(number + 1)
@@ -252,14 +258,14 @@ class Journal:
 
     @property
     def begins_anew(self) -> bool:
-        """Return whether a replay from a reset is exact: the user says so, and nothing speaks against it."""
+        """Return whether a replay from a reset is exact: the user says so, and no replay has shown otherwise."""
         return self._policy.begins_anew and not self.memory.has_shown and not self._has_forgotten
 
     def plans(self, *, near: bool = False, anew: Collection[int] = ()) -> list[Plan]:
         """Return the replays to try, in order.
 
         Args:
-            near: The shortest first, even while the journal is whole: what leaked since would leak again.
+            near: The shortest first, even if the journal is whole: a long replay would leak again what has leaked.
             anew: Slots that take no part in them: their envs are to be new ones.
         """
         if not self.recording:
@@ -271,7 +277,7 @@ class Journal:
         return found[:1] if len(found) == 2 and found[0].begun == found[1].begun else found
 
     def can_be_shorter(self, plan: Plan | None) -> bool:
-        """Tell whether a replay can begin later than this one; ``None`` stands for a woken snapshot."""
+        """Tell whether another replay can begin later than this one; ``None``: than a woken snapshot."""
         near = self._plan(near=True)
         return near is not None and (plan is None or plan.begun != near.begun)
 
@@ -291,7 +297,7 @@ class Journal:
                 begun[slot] = proven[-1 if near else 0]
                 resets.append(slot)
             else:
-                sometimes("nothing leads back to a slot")
+                sometimes("a slot cannot be replayed")
                 missing[slot] = history.gap
         if len(missing) == self.slots:
             return None
@@ -304,25 +310,25 @@ class Journal:
                 for slot, one in begun.items()
             ),
             missing,
-            tuple(payload for number, payload in self._lasting.items() if number < front),
+            tuple(payload for number, payload in self._kept_calls.items() if number < front),
             len(numbers),
             begun,
             tuple(resets),
         )
 
     def why_no_plan(self) -> str:
-        """Return why nothing leads back to any slot."""
+        """Return why there is no plan, so that no slot can be replayed."""
         gaps = [history.gap for history in self.histories]
         return next((gap for gap in (NOT_ACCEPTED, UNPROVEN) if gap in gaps), UNKNOWN)
 
-    def all_lasting(self) -> tuple[bytes, ...]:
-        """Return all calls and attributes set, pickled: they hold in a new life of the envs too."""
-        return tuple(self._lasting.values())
+    def kept_calls(self) -> tuple[bytes, ...]:
+        """Return all calls that are kept, each pickled: they are repeated in new envs, too."""
+        return tuple(self._kept_calls.values())
 
     # --- limits -----------------------------------------------------------------------------------
 
     def trim(self, limit: int, seconds: float, longest: float, snapshot: int, *, forks: bool = False) -> None:
-        """Forget what no recovery begins with any more.
+        """Forget the entries and starts that no recovery needs any more.
 
         Args:
             limit: Bytes that entries may take.
@@ -336,7 +342,7 @@ class Journal:
         self._is_affordable = since_built <= min(self._affordable, longest)
         if (snapshot and not self.memory.has_shown) or not self.replaying:  # a crash report may begin at a reset
             is_kept = self._is_affordable
-        else:  # nothing else leads back exactly
+        else:  # no other recovery would be exact
             is_kept = since_built <= longest or (forks and not snapshot)
         if self.begins_anew and all(history.proven() for history in self.histories if history.is_whole):
             is_kept = False
@@ -363,7 +369,7 @@ class Journal:
             for number in dropped if self._longer else ():
                 self._longer.pop(number, None)
             self._oldest = front
-        self._forget_lasting(limit)
+        self._forget_calls(limit)
 
     def _front_within(self, limit: int) -> int:
         """Return the number from which on entries take no more than ``limit`` bytes."""
@@ -382,20 +388,20 @@ class Journal:
             front += 1
         return front
 
-    def _forget_lasting(self, limit: int) -> None:
+    def _forget_calls(self, limit: int) -> None:
         """Keep the newest calls and attributes set."""
-        size = sum(map(len, self._lasting.values()))
-        for number in list(self._lasting):
-            if len(self._lasting) <= LASTING and size <= limit // _LASTING_PART:
+        size = sum(map(len, self._kept_calls.values()))
+        for number in list(self._kept_calls):
+            if len(self._kept_calls) <= MOST_CALLS and size <= limit // _CALLS_PART:
                 return
             sometimes("a call or attribute set is too old to be repeated")
             self._has_forgotten = True
-            size -= len(self._lasting.pop(number))
+            size -= len(self._kept_calls.pop(number))
 
     # --- copies -----------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
-        """Return all that is held as plain data."""
+        """Return the contents as plain data."""
         return {
             "entries": dict(self.entries),
             "first": self.first,
@@ -403,17 +409,17 @@ class Journal:
             "is_affordable": self._is_affordable,
             "has_forgotten": self._has_forgotten,
             "stride": self.stride,
-            "lasting": dict(self._lasting),
+            "calls": dict(self._kept_calls),
             "histories": tuple((tuple(map(tuple, of.starts)), of.ended, of.is_whole) for of in self.histories),
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Hold what :meth:`dump` returned."""
+        """Replace the contents by what :meth:`dump` returned."""
         histories = [History(tuple(Start(*one) for one in starts), *rest) for starts, *rest in data["histories"]]
         self.lay_out(data["stride"], len(histories))
         longer = {number: len(entry) - self.stride for number, entry in data["entries"].items()}
         self._longer = {number: by for number, by in longer.items() if by}
-        self.entries, self._lasting, self.histories = dict(data["entries"]), dict(data["lasting"]), histories
+        self.entries, self._kept_calls, self.histories = dict(data["entries"]), dict(data["calls"]), histories
         self.first = data["first"]
         self._oldest = next(iter(self.entries), self.first)  # there may be some that an interrupted trim has left
         self._built, self._is_affordable = data["built"], data["is_affordable"]

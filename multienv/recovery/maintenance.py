@@ -1,4 +1,4 @@
-"""Whether a process is to be replaced by plan between two requests."""
+"""Decide whether a process is replaced by plan between two requests."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from multienv.config import RestartPolicy
 from multienv.processes.channel import Channel
 from multienv.recovery.policy import Recycling
 from multienv.recovery.position import Position
-from multienv.recovery.record import memory_of
+from multienv.recovery.reporter import memory_of
 from multienv.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOTS, STEP_SECONDS
 from multienv.worker.snapshots import OBSTACLES
 
 
 class Maintenance:
-    """Looks at the limits of one worker.
+    """Finds out when the process of a worker is to be replaced.
 
     Args:
         policy: The limits.
@@ -25,11 +25,16 @@ class Maintenance:
     Attributes:
         is_due: Something is to be done before the next request.
         recycling_due: Why the process is to be replaced, or ``""``.
-        spoilt: Slots whose envs are to be new ones.
+        spoilt: Slots that need a new env, because their resets have ended processes.
         ends_first: The old process has to end before a new one is launched: its envs could not be built beside it.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "is_due", "recycling")  # those of the hot path have a place of their own
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "is_due",
+        "recycling",
+    )  # the hot path reads these, native code by offset
 
     def __init__(self, policy: RestartPolicy, position: Position, *, resets_itself: bool = False) -> None:
         self._policy, self._position, self._resets_itself = policy, position, resets_itself
@@ -38,7 +43,7 @@ class Maintenance:
         self.recycling_due = ""
         self.spoilt: frozenset[int] = frozenset()
         self.ends_first = False
-        self._steps, self._others = 0, 0.0  # told of by took(): steps, and other time in the present process
+        self._steps, self._others = 0, 0.0  # at the last call of took(): steps, and other time in the present process
         self._step = 0.0  # time of a step, at the last count
 
     def begin(self, channel: Channel, replayed: int, *, is_over: bool) -> None:
@@ -48,7 +53,7 @@ class Maintenance:
         self.is_due, self.recycling_due, self.spoilt = False, "", frozenset()
 
     def _ended(self, *, is_over: bool) -> int:
-        """Return how many episodes have ended, about: of several envs it takes all episodes but one for ended."""
+        """Return about how many episodes have ended: of several envs, all but one count as ended."""
         return max(0, self._position.episodes - (self._resets_itself or not is_over))
 
     def spoil(self, slot: int) -> None:
@@ -66,14 +71,14 @@ class Maintenance:
         self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
 
     def moved(self) -> None:
-        """Note that the worker stands at another position: the steps that led there are counted."""
+        """Note that the worker was moved to another position, whose steps are counted already."""
         self._steps = self._position.steps
 
     def took(self, channel: Channel) -> float:
         """Return the time that the envs took since the last count."""
         times = channel.segment.times
         steps, others, step = self._position.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
-        # The least of two: a step may have had to wait for its core, and the next look finds that forgotten.
+        # The smaller of two: a step may have waited for its core, and the next smoothed time shows that less.
         seconds: float = max(0, steps - self._steps) * min(step, self._step or step) + others - self._others
         self._steps, self._others, self._step = steps, others, step
         return seconds

@@ -19,13 +19,13 @@ class MemoryAcrossResets:
 
     @property
     def reservation(self) -> str:
-        """Return what is to be said of a replay from a reset that came out as it was seen."""
+        """Return why a replay from a reset is not exact though it shows no difference."""
         if self.has_shown:
             return "This env carries memory across resets: a replay that begins at a reset may go on otherwise."
         return "An env that remembers something from before the reset where its replay began may go on otherwise."
 
     def note(self, env: str, what: str) -> None:
-        """Note that a replay from a reset differs; the first time, tell the log.
+        """Note that a replay from a reset differs; log a warning the first time.
 
         Args:
             env: Names the env.

@@ -27,10 +27,10 @@ _LOOKS = 8
 
 
 class Pending:
-    """Holds what the state does not say of the pending request.
+    """Holds the content of the pending request, and its deadline.
 
-    A plain step lies in its bank and nowhere else. What is kept here is the rest: a message, and a step that is to be
-    asked of another process.
+    A plain step lies in its bank and nowhere else. Kept here are messages, and steps that another process will be asked
+    for.
 
     Args:
         env_in: Names the env in a slot for warnings; for slot -1 all of them.
@@ -38,7 +38,7 @@ class Pending:
         slots: Number of envs.
 
     Attributes:
-        step_limit: Seconds that a step may take that is asked now; ``None``: no limit, or none yet.
+        step_limit: Seconds that the next step may take; ``None``: no limit, or none yet.
         message: The request, unless it is a step.
         payload: The message, pickled.
         limit: Seconds that the process may take for it; ``None``: no limit.
@@ -70,9 +70,9 @@ class Pending:
         self.until: float | None = None
         # Number, request part and payload of a step that is to be asked of another process.
         self._saved: tuple[int, bytes, bytes] | None = None
-        self._silence = 0, inf  # number of a request without a deadline, and when its silence is to be told of
-        # Of envs that share a process: number of the request, mark of the slot that was being called when it was looked
-        # at last, since when it has been the same, and when to look again.
+        self._silence = 0, inf  # number of a request without a deadline, and when to log that it has no answer
+        # Of envs that share a process: number of the request, mark of the slot that was being called at the last look,
+        # since when the mark has been the same, and when to look again.
         self._mark = 0, 0, inf, inf
         self._longest = 0.0  # that a slot has been called for in that request
         self._waited = 0, inf  # number of a request that is waited for, and since when
@@ -109,13 +109,13 @@ class Pending:
         return {Kind.STEP: limits.step, Kind.RESET: limits.reset, Kind.CALL: limits.call}[kind]
 
     def learn(self, steps: int, episodes: int) -> None:
-        """Find the deadlines that are not given, after so many steps and resets."""
+        """Find the deadlines that are ``"auto"``, after so many steps and resets."""
         if self._limits.is_learning:
             self._limits.learn(steps, episodes)
             self.step_limit = self._limits.step
 
     def find_limit(self, request: Request | None, steps: int, episodes: int) -> None:
-        """Give a request that is waited for the deadline that is found now, if it had none when it was asked."""
+        """Give a request that had no deadline when it was asked the one that is known now."""
         if self._limits.is_learning and request is not None and self.until is None:
             self.learn(steps, episodes)
             limit = self.limit_of(request.kind, request.steps)
@@ -123,14 +123,14 @@ class Pending:
                 self.bound(limit)
 
     def note_time(self, request: Request | None, number: int, steps: int, episodes: int) -> None:
-        """Note how long an answered request took, if it was waited for; deadlines are found by that."""
+        """Note how long an answered request took, if it was waited for, to find ``"auto"`` deadlines by that."""
         if not self._limits.is_learning or request is None or request.steps:
             return
         if self._limits.note(request.kind.value, self._took(number)):
             self.learn(steps, episodes)
 
     def was_slow(self, request: Request) -> bool:
-        """Give a request that has hung at a deadline that was found more time in the next process; tell whether."""
+        """If a request has missed an ``"auto"`` deadline, give it more time in the next process; tell whether."""
         limit = self.limit_of(request.kind, request.steps) if self._limits.finds(request.kind.value) else None
         if limit is None or self.limit != limit:  # else it was raised before, or is the caller's own
             return False
@@ -141,17 +141,17 @@ class Pending:
     # --- another process --------------------------------------------------------------------------
 
     def settled(self) -> None:
-        """Forget the request: it is answered, and another may have its number after a restore."""
+        """Forget the request, which is answered: after a restore, another request may have its number."""
         self._saved, self._silence, self._mark = None, (0, inf), (0, 0, inf, inf)
         self._waited = 0, inf
 
     def save(self, segment: Segment, number: int) -> None:
-        """Keep a step beyond the end of the process that was asked."""
+        """Copy a step out of the bank of a lost process, for the next process."""
         if self._saved is None or self._saved[0] != number:
             self._saved = (number, *_request_of(segment, number))
 
     def put(self, segment: Segment, number: int) -> None:
-        """Put a step that was saved into the segment of another process."""
+        """Write a saved step into the segment of another process."""
         if self._saved is not None and self._saved[0] == number:
             sometimes("a step is asked of another process")
             _, part, payload = self._saved
@@ -164,7 +164,7 @@ class Pending:
                 segment.write_request_payload(number, payload)
 
     def publish(self, channel: Channel, number: int, state: State) -> None:
-        """Publish the request, without its skipped slots; again does no harm."""
+        """Publish the request, without its skipped slots. To publish it twice does no harm."""
         segment = channel.segment
         if segment.words[REQUEST] != number:
             self.arm()
@@ -189,7 +189,7 @@ class Pending:
     # --- waiting ----------------------------------------------------------------------------------
 
     def due(self, channel: Channel, number: int, request: Request | None) -> float:
-        """Return when to do more than wait for the reply: end a process that is overdue, or tell that it is silent.
+        """Return when to do more than wait for the reply: end an overdue process, or log that it has not answered.
 
         Args:
             channel: Of the process that was asked.
@@ -264,7 +264,7 @@ class Pending:
     def _tell_of_silence(self, channel: Channel, name: str) -> None:
         """Log that the request has waited for ``SILENCE`` seconds, and where its process is."""
         option = deadline_of(name)
-        advice = f"Deadlines({option}=seconds) to have it healed"
+        advice = f"Deadlines({option}=seconds) to have it recovered"
         if self._limits.finds(option):
             advice = f"{advice}: 'auto' has no number before 20 steps, and 3 resets"
         elif option in ("step", "reset"):

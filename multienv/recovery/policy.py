@@ -12,25 +12,28 @@ from multienv.events import RecoveryMethod
 
 
 @dataclass(slots=True)
-class Effort:
-    """Counts what a recovery took so far.
+class RecoveryProgress:
+    """Holds what one recovery, or one replacement by plan, has taken so far, and its deadline.
 
     Attributes:
         began: When the loss was noticed, seconds of the clock.
-        tell_at: When the log is told that it still runs, seconds of the clock.
+        log_at: When the log next says that it is still running, seconds of the clock.
         until: When it is given up; ``None``: never.
-        planned: No process was lost: nothing is charged to the budget.
-        turn: When it may begin, seconds of the clock; ``None``: it is not charged yet.
-        method: What brought the envs back.
-        is_exact: The envs go on as they were, whatever they remember.
+        planned: A replacement by plan: no process was lost, and nothing is charged to the budget.
+        begins_at: When it may begin, seconds of the clock; ``None``: it is not charged yet.
+        attempts: Processes that were started or woken for it.
+        replayed: Requests that were replayed in them.
+        method: What recovered the envs.
+        is_exact: The recovery counts as exact; else as replayed.
         doing: What it waits for, in words.
+        deaths: How many processes died at one request of a replay: (request, killed from outside) → number.
     """
 
     began: float
-    tell_at: float
+    log_at: float
     until: float | None
     planned: bool = False
-    turn: float | None = None
+    begins_at: float | None = None
     attempts: int = 0
     replayed: int = 0
     method: RecoveryMethod = ""
@@ -55,22 +58,22 @@ class RestartBudget:
         self._dice = dice
         self._restarts: deque[float] = deque()
         self._in_a_row = 0
-        self._progress = -1
+        self._answered = -1
 
-    def admit(self, now: float, progress: int) -> float | None:
+    def admit(self, now: float, answered: int) -> float | None:
         """Return the seconds to wait before a restart that begins ``now``; ``None``: no restart is left.
 
         Args:
             now: The clock, seconds.
-            progress: Any count that grows when the worker answers its caller.
+            answered: Any count that grows when the worker answers its caller.
         """
         while self._restarts and self._restarts[0] <= now - self._policy.window:
             self._restarts.popleft()
         if len(self._restarts) >= self._policy.max_restarts:
             return None
         self._restarts.append(now)
-        if progress != self._progress:
-            self._progress, self._in_a_row = progress, 0
+        if answered != self._answered:
+            self._answered, self._in_a_row = answered, 0
         delay = self._delay(self._in_a_row)
         self._in_a_row += 1
         return delay

@@ -1,7 +1,7 @@
-"""Where a worker's envs stand, as the caller has seen them: the one thing that a recovery leads back to.
+"""Where a worker's envs stand, as the caller has seen them: a recovery ends at this position.
 
-The supervisor writes it, and the hot path; everybody else reads it. A kept snapshot, a checkpoint and a crash report
-hold what :meth:`Position.dump` returns.
+Only the supervisor and the hot path write it. A kept snapshot, a checkpoint and a crash report hold what
+:meth:`Position.dump` returns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from multienv.recovery.journal import Journal
 from multienv.wire.messages import Build
 from multienv.wire.segment import Segment
 
-Loose = tuple[int, list[bytes | None]]
+PickledRows = tuple[int, list[bytes | None]]
 
 
 class Position:
@@ -27,8 +27,8 @@ class Position:
     Attributes:
         number: Of the last request whose answer was collected.
         seen: Number of the last reply with an observation; 0: none. Its rows lie in the bank of that number.
-        loose: Number of a reply, and for each slot what the caller saw in it that has no place in a bank, pickled; see
-            :attr:`loose_now`.
+        pickled_rows: Number of a reply, and for each slot the pickle of what the caller saw in it, if that did not fit
+            the row of the slot in the bank; see :attr:`pickled_rows_now`.
         spaces: Observation and action space that a single env has set since it was built, pickled; ``b""``: none.
         journal, build: As given; the seeds and generators in ``build`` are those of the present envs.
         steps: Step requests answered.
@@ -42,8 +42,8 @@ class Position:
         "build",
         "episodes",
         "journal",
-        "loose",
         "number",
+        "pickled_rows",
         "seconds",
         "seeds",
         "seen",
@@ -55,7 +55,7 @@ class Position:
     def __init__(self, build: Build, journal: Journal) -> None:
         self.build, self.journal = build, journal
         self.number, self.seen = 1, 0
-        self.loose: Loose = 0, [None] * len(build.draws)
+        self.pickled_rows: PickledRows = 0, [None] * len(build.draws)
         self.spaces = b""
         self.steps = self.episodes = 0
         self.steps_before = [0] * len(build.draws)
@@ -63,13 +63,14 @@ class Position:
         self.seconds = 0.0
 
     @property
-    def loose_now(self) -> list[bytes | None]:
-        """Return for each slot what the caller saw last that has no place in a bank, pickled; ``None``: there it lies.
+    def pickled_rows_now(self) -> list[bytes | None]:
+        """Return for each slot the pickle of what the caller saw last; ``None`` if that lies in the row of the slot.
 
-        The hot path takes replies that have nothing of the kind, and notes their numbers alone.
+        The hot path takes only replies without pickled rows. It updates ``seen`` and leaves :attr:`pickled_rows` as it
+        is: its number then differs from ``seen``, which says that there are none.
         """
-        number, loose = self.loose
-        return list(loose) if number == self.seen else [None] * len(loose)
+        number, pickled_rows = self.pickled_rows
+        return list(pickled_rows) if number == self.seen else [None] * len(pickled_rows)
 
     # --- counting ---------------------------------------------------------------------------------
 
@@ -98,12 +99,12 @@ class Position:
         """Return what the caller saw last, as plain data; ``segment``: of the process that showed it."""
         bank = segment.banks[self.seen & 1]
         rows = bytes(bank.view[bank.layout.rewards :]) if self.seen else b""  # else a lost process may have written it
-        return {"seen": self.seen, "loose": self.loose_now, "bank": rows}
+        return {"seen": self.seen, "pickled_rows": self.pickled_rows_now, "bank": rows}
 
     def show(self, segment: Segment, shown: Mapping[str, Any]) -> None:
         """Note that the caller has seen what :meth:`shown` returned; its rows are put into a bank of ``segment``."""
         self.seen = shown["seen"]
-        self.loose = self.seen, list(shown["loose"])
+        self.pickled_rows = self.seen, list(shown["pickled_rows"])
         bank = segment.banks[self.seen & 1]
         if len(shown["bank"]) == bank.layout.size - bank.layout.rewards:
             bank.view[bank.layout.rewards :] = shown["bank"]

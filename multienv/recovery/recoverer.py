@@ -1,9 +1,10 @@
-"""The ways back to where a worker was lost, tried one after the other.
+"""Recover the envs of a lost process, by one method after the other.
 
-First the forked snapshot of the lost process, in which later requests are run again. Then new processes that run the
-journal, in which each slot begins at a reset of its own. Each is compared with what the caller saw, slot by slot. The
-first one in which no slot differs is taken. Where some differ in each, the last replay is taken with its mismatches,
-unless all slots differ there, as that of a single env does: then there is no way back.
+The first method is the forked snapshot of the lost process, in which the later requests are executed again. The others
+are replays of the journal in new processes, in which each slot begins at a reset of its own. Each result is compared
+with what the caller saw, slot by slot, and the first one in which no slot differs is taken. If there is none, the last
+replay is taken with its mismatches, unless all its slots differ (with a single env, that is any mismatch): then the
+envs cannot be recovered.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import NoCapacityError, ResultNotPicklableError
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery.journal import UNKNOWN, Plan
-from multienv.recovery.policy import Effort, RestartBudget
+from multienv.recovery.policy import RecoveryProgress, RestartBudget
 from multienv.recovery.state_machine import LOSSES
 from multienv.recovery.turns import Turns
 from multienv.recovery.verification import differences, is_comparable
@@ -30,24 +31,24 @@ from multienv.sometimes import sometimes
 from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32, split_entries
 from multienv.wire.codecs import Codec
 from multienv.wire.infos import Illegible
-from multienv.wire.messages import Build, Description, Failure, Message, Replay, foreign, is_reset, pack_message
+from multienv.wire.messages import Build, Description, Failure, Message, Replay, call_user_code, is_reset, pack_message
 from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
-# How often the trainer looks, within the limit of a replayed request, whether the replay moves on.
+# How often the trainer checks, within the limit of a replayed request, whether the replay makes progress.
 _LOOKS = 8
 # Seconds until a forked snapshot that does not wake is given up; waking takes some milliseconds.
 _UP_WITHIN = 10.0
-# After this many seconds the log says what a recovery is doing, and again each time that they have doubled.
+# After so many seconds the log says what a recovery is doing; then again whenever it has taken twice as long.
 _SILENCE = 2.0
-# Seconds between two looks whether the worker was closed during a back-off.
+# Seconds between two checks whether the worker was closed during a back-off.
 _LOOK = 0.02
 _BUILDING = -2
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
-    """Raised when the envs cannot be brought back exactly; the message says why."""
+    """Raised when the envs cannot be recovered; the message says why."""
 
 
 class NotBuilt(Unrecoverable):
@@ -59,7 +60,7 @@ class BudgetSpentError(Exception):
 
 
 class RequestFailedError(Exception):
-    """Raised when a request of our own (build, replay, …) raised in the worker; ``failure`` says what."""
+    """Raised when an internal request (build, replay, …) raised in the worker; ``failure`` says what."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -67,7 +68,7 @@ class RequestFailedError(Exception):
 
 
 def _unreadable(error: Exception) -> Failure:
-    """Return what tells that the description of the envs names a class that is not here: each process would send it."""
+    """Return the failure for a description of the envs that cannot be unpickled here, whichever process sends it."""
     text = (
         "The env was built, but its spaces, metadata or spec cannot be read in the trainer: "
         f"{type(error).__name__}: {error}. A class that the env makes at run time is missing here: make it in the "
@@ -97,13 +98,13 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Envs that were brought back.
+class RecoveredEnvs:
+    """Holds envs that were recovered.
 
     Attributes:
         channel: Of their process.
-        mismatches: Slot → difference of those that are not what was seen.
-        plan: The replay that led there; ``None``: it began with a snapshot.
+        mismatches: Slot → difference, for each slot that is not as the caller saw it.
+        plan: The replay that recovered them; ``None``: a snapshot did.
     """
 
     channel: Channel
@@ -112,17 +113,17 @@ class Found:
 
 
 class Recoverer:
-    """Starts the processes of one worker and brings its envs back in them.
+    """Starts the processes of one worker and recovers its envs in them.
 
     Args:
         launcher: Where processes come from.
         policy, deadlines: The limits.
         tell: Logs what a recovery that takes long is doing.
-        strayed: Told of a slot, and the difference, that was replayed from a reset otherwise than it was seen.
+        strayed: Called with a slot, and the difference, if a replay from a reset differs from what the caller saw.
 
     Attributes:
-        description: What the envs are; known once they were built.
-        codec: How their steps travel; known then.
+        description: Of the envs; known once they were built.
+        codec: Encodes actions and decodes replies; known then.
         restarts: Processes started in place of lost ones.
         turns: Bounds how many workers build at the same time; ``None``: nothing does.
     """
@@ -132,7 +133,7 @@ class Recoverer:
         launcher: Launcher,
         policy: RestartPolicy,
         deadlines: Deadlines,
-        tell: Callable[[str, Effort], object],
+        tell: Callable[[str, RecoveryProgress], object],
         strayed: Callable[[int, str], object],
     ) -> None:
         self.description: Description | None = None
@@ -151,7 +152,7 @@ class Recoverer:
     # --- requests of our own ------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """Return a number for a request that the caller did not make."""
+        """Return a number for an internal request: negative, so it equals none of the caller's."""
         return next(self._numbers)
 
     def publish(self, channel: Channel, number: int, payload: bytes) -> None:
@@ -167,16 +168,16 @@ class Recoverer:
         message: Message,
         until: float | None,
         limits: Sequence[float] = (),
-        effort: Effort | None = None,
+        progress: RecoveryProgress | None = None,
     ) -> Any:
-        """Send a request of our own to a process and return its answer.
+        """Send an internal request to a process and return its answer.
 
         Args:
             channel: To the process.
             message: The request.
             until: When to give up, by ``time.monotonic()``; ``None``: never.
-            limits: The seconds that an env may take at each place of a replay, as ``REPLAYING`` says it.
-            effort: The recovery that it belongs to; the log is told if that takes long.
+            limits: The seconds that an env may take in each request of a replay, as ``REPLAYING`` says it.
+            progress: Of the recovery that it belongs to, for the log.
 
         Raises:
             Gone: The process was lost, or did not answer in time and was killed.
@@ -184,7 +185,7 @@ class Recoverer:
         """
         number = self.next_number()
         self.publish(channel, number, pack_message(message))
-        return self.answer(channel, number, until, limits, effort)
+        return self.answer(channel, number, until, limits, progress)
 
     def answer(
         self,
@@ -192,13 +193,13 @@ class Recoverer:
         number: int,
         until: float | None,
         limits: Sequence[float] = (),
-        effort: Effort | None = None,
+        progress: RecoveryProgress | None = None,
     ) -> Any:
-        """Wait for the answer to a request of our own, and return it; see :meth:`ask`."""
+        """Wait for the answer to an internal request, and return it; see :meth:`ask`."""
         banks, words = channel.segment.banks, channel.segment.words
         until = math.inf if until is None else until
         mark, since = (-1, -1), 0.0
-        pause = min(limits, default=math.inf) / _LOOKS  # the shortest: whatever is called now, the next is seen in time
+        pause = min(limits, default=math.inf) / _LOOKS  # short enough for every request, whichever comes next
         while True:
             now, before = time.monotonic(), mark
             mark = words[REPLAYING], words[SLOT]  # the env that is being called, and in which request
@@ -208,11 +209,11 @@ class Recoverer:
             if now >= min(until, since + limit):
                 sometimes("a request of our own hangs")
                 raise channel.kill(cause="hung", stack=True)
-            if self._wait(channel, number, min(until, since + limit, now + pause), effort):
+            if self._wait(channel, number, min(until, since + limit, now + pause), progress):
                 break
         try:
             payload = channel.segment.read_reply_payload(number)
-            value = foreign(partial(pickle.loads, payload), Illegible)
+            value = call_user_code(partial(pickle.loads, payload), Illegible)
         except (EOFError, Illegible) as illegible:
             sometimes("the answer to a request of our own is unreadable")
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
@@ -220,24 +221,24 @@ class Recoverer:
             raise RequestFailedError(value)
         return value
 
-    def _wait(self, channel: Channel, number: int, limit: float, effort: Effort | None) -> bool:
-        """Wait for an answer; tell the log what is being done each time that the recovery is due to say so."""
+    def _wait(self, channel: Channel, number: int, limit: float, progress: RecoveryProgress | None) -> bool:
+        """Wait for an answer until ``limit``; log what is being done each time that ``progress`` says so."""
         while True:
-            nearest = limit if effort is None else min(limit, effort.tell_at)
+            nearest = limit if progress is None else min(limit, progress.log_at)
             if channel.wait(number, None if nearest == math.inf else nearest):
                 return True
-            if effort is None or nearest == limit:
+            if progress is None or nearest == limit:
                 return False
-            sometimes("the log is told of a recovery that takes long")
-            place = channel.segment.words[REPLAYING]
-            doing = f"{effort.doing}, {place - 1} are done" if place > 1 else effort.doing
-            self._say(effort, doing)
+            sometimes("a recovery that takes long is logged")
+            running = channel.segment.words[REPLAYING]
+            doing = f"{progress.doing}, {running - 1} are done" if running > 1 else progress.doing
+            self._say(progress, doing)
 
-    def _say(self, effort: Effort, doing: str) -> None:
-        """Tell the log what a recovery is doing; next time when it has taken twice as long."""
+    def _say(self, progress: RecoveryProgress, doing: str) -> None:
+        """Log what a recovery is doing; the next time will be when it has taken twice as long."""
         now = time.monotonic()
-        effort.tell_at = now + (now - effort.began)
-        self._tell(doing, effort)
+        progress.log_at = now + (now - progress.began)
+        self._tell(doing, progress)
 
     # --- building -----------------------------------------------------------------------------------
 
@@ -247,7 +248,7 @@ class Recoverer:
         Args:
             build: That request.
             replacement: It takes the place of a lost one.
-            lost: Slots whose generators are not put back: they would draw once more what the caller has seen.
+            lost: Slots whose generators are not restored: they would repeat draws that the caller has seen.
         """
         channel = self._current = self._launcher.start()
         if self._closed:
@@ -262,11 +263,11 @@ class Recoverer:
         return channel, number
 
     def await_build(
-        self, build: Build, channel: Channel, number: int, until: float | None, effort: Effort | None = None
+        self, build: Build, channel: Channel, number: int, until: float | None, progress: RecoveryProgress | None = None
     ) -> None:
         """Wait until the envs are built. Raises :class:`RequestFailedError`, ``Gone``, :class:`Unrecoverable`."""
         try:
-            description = self.answer(channel, number, until, effort=effort)
+            description = self.answer(channel, number, until, progress=progress)
         except Gone as gone:
             error = None if gone.__cause__ is None else gone.__cause__.__cause__
             if isinstance(error, AttributeError | ImportError):  # else the reply is torn, or garbage
@@ -286,11 +287,11 @@ class Recoverer:
         elif self.description.spaces != description.spaces:
             raise Unrecoverable("env_fn built an env with other spaces than the first time")
 
-    def start_deadline(self, effort: Effort | None = None) -> float | None:
+    def start_deadline(self, progress: RecoveryProgress | None = None) -> float | None:
         """Return when a process that is launched now must have built its envs."""
         limits = [] if self._deadlines.start is None else [time.monotonic() + self._deadlines.start]
-        if effort is not None and effort.until is not None:
-            limits.append(effort.until)
+        if progress is not None and progress.until is not None:
+            limits.append(progress.until)
         return min(limits, default=None)
 
     def handed_over(self) -> None:
@@ -317,44 +318,49 @@ class Recoverer:
 
     # --- recoveries ---------------------------------------------------------------------------------
 
-    def begin(self, *, planned: bool = False) -> Effort:
-        """Return the effort of a recovery that begins now, with its deadline."""
+    def begin(self, *, planned: bool = False) -> RecoveryProgress:
+        """Return the progress of a recovery that begins now, with its deadline."""
         now = time.monotonic()
-        effort = Effort(now, now + _SILENCE, None, planned)
-        self.arm(effort)
-        return effort
+        progress = RecoveryProgress(now, now + _SILENCE, None, planned)
+        self.arm(progress)
+        return progress
 
-    def arm(self, effort: Effort) -> None:
-        """Give a recovery its whole time from now on: an interrupted one goes on in a later call."""
+    def arm(self, progress: RecoveryProgress) -> None:
+        """Restart the deadline of a recovery: an interrupted one goes on in a later call, with its whole time."""
         limit = self._deadlines.recovery
-        effort.until = None if limit is None else time.monotonic() + limit
+        progress.until = None if limit is None else time.monotonic() + limit
 
-    def admit(self, effort: Effort, progress: int) -> None:
+    def admit(self, progress: RecoveryProgress, answered: int) -> None:
         """Charge one recovery to the budget, once, and wait for its turn. Raises :class:`BudgetSpentError`."""
-        if effort.planned:
+        if progress.planned:
             return
-        if effort.turn is None:
+        if progress.begins_at is None:
             now = time.monotonic()
-            delay = self._budget.admit(now, progress)
+            delay = self._budget.admit(now, answered)
             if delay is None:
                 sometimes("no restart is left")
                 raise BudgetSpentError
-            effort.turn = now + delay if effort.until is None else min(now + delay, effort.until)
-        while not self._closed and time.monotonic() < effort.turn:
+            progress.begins_at = now + delay if progress.until is None else min(now + delay, progress.until)
+        while not self._closed and time.monotonic() < progress.begins_at:
             sometimes("a restart waits for its turn")
-            if time.monotonic() >= effort.tell_at:
-                self._say(effort, "waiting before the next restart (RestartPolicy.backoff)")
+            if time.monotonic() >= progress.log_at:
+                self._say(progress, "waiting before the next restart (RestartPolicy.backoff)")
             interrupts.sleep(_LOOK)
         if self._closed:
             raise Unrecoverable("it was closed")
 
     def wake(
-        self, lost: Channel, since: Callable[[int], Plan | None], effort: Effort, fate: Fate, tries: int = LOSSES
-    ) -> Found | None:
-        """Bring the envs back from the forked snapshot that a lost process left; ``None`` if that fails.
+        self,
+        lost: Channel,
+        since: Callable[[int], Plan | None],
+        progress: RecoveryProgress,
+        fate: Fate,
+        tries: int = LOSSES,
+    ) -> RecoveredEnvs | None:
+        """Recover the envs from the forked snapshot that a lost process left; ``None`` if that fails.
 
-        A woken copy first takes another snapshot. If the copy is killed from outside before it is handed over, that
-        one is woken, up to so many times.
+        A woken copy first takes another snapshot. If the copy is killed from outside before it is handed over, the
+        other snapshot is woken, up to ``tries`` times in all.
         """
         plan = None if fate.snapshot is None else since(fate.snapshot)
         if plan is None:
@@ -370,9 +376,9 @@ class Recoverer:
         if channel is None:
             sometimes("the snapshot of a lost process is gone")
             return None
-        self.restarts += not effort.planned
+        self.restarts += not progress.planned
         try:
-            return self._follow(channel, fate.snapshot, plan, effort)
+            return self._follow(channel, fate.snapshot, plan, progress)
         except Gone as gone:
             if not gone.is_from_outside or tries == 1:
                 self._let_go(channel)
@@ -380,37 +386,37 @@ class Recoverer:
             fate = gone.fate
         sometimes("a woken snapshot is killed before it is handed over")
         try:
-            return self.wake(channel, since, effort, fate, tries - 1)
+            return self.wake(channel, since, progress, fate, tries - 1)
         finally:
             channel.release()
 
-    def wake_kept(self, token: int, number: int, effort: Effort) -> Channel | None:
+    def wake_kept(self, token: int, number: int, progress: RecoveryProgress) -> Channel | None:
         """Wake the snapshot kept under this token; ``None``: it is gone."""
         channel = self._current = self._launcher.wake_kept(token)
         if channel is None:
             return None
         try:
-            found = self._follow(channel, number, Plan(b""), effort)
+            found = self._follow(channel, number, Plan(b""), progress)
         except Gone:
             self._let_go(channel)
             return None
         return None if found is None else found.channel
 
-    def _follow(self, channel: Channel, number: int, plan: Plan, effort: Effort) -> Found | None:
+    def _follow(self, channel: Channel, number: int, plan: Plan, progress: RecoveryProgress) -> RecoveredEnvs | None:
         """Replay in a woken snapshot what came after it; ``None``: what comes out differs. Raises ``Gone``."""
         assert self.codec is not None
-        effort.attempts += 1
-        until, limit = effort.until, time.monotonic() + _UP_WITHIN
+        progress.attempts += 1
+        until, limit = progress.until, time.monotonic() + _UP_WITHIN
         if until is not None:  # a copy that does not wake, or hangs in its replay, must leave time for a replay
             until = (time.monotonic() + until) / 2
             limit = min(limit, until)
         try:
             channel.segment.words[RESTARTS] = self.restarts
             channel.segment.lay_out(self.codec.layout)
-            effort.doing = "waking the snapshot"
-            if not self._wait(channel, number, limit, effort):
+            progress.doing = "waking the snapshot"
+            if not self._wait(channel, number, limit, progress):
                 raise channel.kill(cause="hung")
-            mismatches = self._replay(channel, plan, effort, until)
+            mismatches = self._replay(channel, plan, progress, until)
         except Gone:
             raise
         except RequestFailedError:
@@ -423,26 +429,26 @@ class Recoverer:
             sometimes("what follows a woken snapshot differs")
             self._let_go(channel)
             return None
-        sometimes("a snapshot brings the envs back")
-        effort.method = "snapshot"
-        return Found(channel, {})
+        sometimes("a snapshot recovers the envs")
+        progress.method = "snapshot"
+        return RecoveredEnvs(channel, {})
 
-    def bring_back(
+    def recover_by_replay(
         self,
         build: Build,
         plans: Iterable[Plan],
-        effort: Effort,
+        progress: RecoveryProgress,
         reason: str = UNKNOWN,
         anew: Collection[int] = (),
-    ) -> Found:
-        """Bring the envs back in a new process, by the first of these plans on which no slot differs, else by the last.
+    ) -> RecoveredEnvs:
+        """Recover the envs in a new process, by the first of these plans on which no slot differs, else by the last.
 
         Args:
             build: What builds the envs.
             plans: The replays to try, in order.
-            effort: Counts what it takes.
+            progress: Counts what it takes.
             reason: Why there is no plan, if there is none.
-            anew: Slots whose envs are to be new ones.
+            anew: Slots whose envs are new ones and need not match.
 
         Raises:
             NotBuilt: No process with the envs can be had.
@@ -452,26 +458,26 @@ class Recoverer:
         tried = list(plans)
         for index, plan in enumerate(tried):
             is_last = index == len(tried) - 1
-            until = effort.until
+            until = progress.until
             if until is not None and not is_last:  # the next one must have time too
                 until = (time.monotonic() + until) / 2
-            effort.deaths.clear()
+            progress.deaths.clear()
             while True:
                 try:
-                    channel = self.restart(build, effort, plan.missing.keys() - set(anew))
+                    channel = self.restart(build, progress, plan.missing.keys() - set(anew))
                 except RequestFailedError as failed:
-                    effort.deaths[_BUILDING, False] += 1
-                    if effort.deaths[_BUILDING, False] >= self._policy.poison_after:
+                    progress.deaths[_BUILDING, False] += 1
+                    if progress.deaths[_BUILDING, False] >= self._policy.poison_after:
                         why = f"env_fn raised {failed.failure.type_name}: {failed}"
                         # Without its frames, which would keep a segment mapped as long as the caller keeps the error.
                         raise NotBuilt(why) from failed.with_traceback(None)
                     continue
                 try:
-                    mismatches = self._replay(channel, plan, effort, until)
+                    mismatches = self._replay(channel, plan, progress, until)
                 except Gone as gone:
                     sometimes("a replay ends its process")
                     self._let_go(channel)
-                    reason = self._count_death(effort, gone.replaying, gone)
+                    reason = self._count_death(progress, gone.replaying, gone)
                     if not reason and until is not None and time.monotonic() >= until:
                         reason = "its replay took too long (see Deadlines.recovery)"
                     if reason:
@@ -485,17 +491,17 @@ class Recoverer:
                     self._let_go(channel)
                     raise
                 if mismatches.keys() <= set(anew) or (is_last and len(mismatches) < self.codec.slots):
-                    sometimes("a replay of the journal brings the envs back")
-                    sometimes("a replay brings some envs of a batch back and others not", mismatches)
-                    effort.method = "journal"
-                    return Found(channel, mismatches, plan)
+                    sometimes("a replay of the journal recovers the envs")
+                    sometimes("a replay recovers some envs of a batch and others not", mismatches)
+                    progress.method = "journal"
+                    return RecoveredEnvs(channel, mismatches, plan)
                 sometimes("a replay differs, and another one is tried", not is_last)
                 self._let_go(channel)
                 reason = next(iter(mismatches.values()))
                 break
         raise Unrecoverable(reason)
 
-    def restart(self, build: Build, effort: Effort, lost: Collection[int] = ()) -> Channel:
+    def restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int] = ()) -> Channel:
         """Launch a process, wait until its envs are built and return its channel; if it dies before, try again.
 
         It first waits until no more other workers build than may. ``lost``: see :meth:`launch`.
@@ -507,33 +513,33 @@ class Recoverer:
         """
         turns = self.turns
         if turns is None:
-            return self._restart(build, effort, lost)
+            return self._restart(build, progress, lost)
         while not turns.take(self):
-            self._check_time(effort)
-            if time.monotonic() >= effort.tell_at:
-                self._say(effort, "waiting while other workers build their envs (starts_at_once)")
+            self._check_time(progress)
+            if time.monotonic() >= progress.log_at:
+                self._say(progress, "waiting while other workers build their envs (starts_at_once)")
             interrupts.sleep(_LOOK)
         try:
-            return self._restart(build, effort, lost)
+            return self._restart(build, progress, lost)
         finally:
             turns.give_back(self)
 
-    def _restart(self, build: Build, effort: Effort, lost: Collection[int]) -> Channel:
+    def _restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int]) -> Channel:
         while True:
-            self._check_time(effort)
-            effort.attempts += 1
-            self.restarts += not effort.planned
+            self._check_time(progress)
+            progress.attempts += 1
+            self.restarts += not progress.planned
             try:
-                channel, number = self.launch(build, replacement=not effort.planned, lost=lost)
+                channel, number = self.launch(build, replacement=not progress.planned, lost=lost)
             except NoCapacityError as error:
                 raise NotBuilt(str(error)) from error.with_traceback(None)
             try:
-                effort.doing = "building in a new process"
-                self.await_build(build, channel, number, self.start_deadline(effort), effort)
+                progress.doing = "building in a new process"
+                self.await_build(build, channel, number, self.start_deadline(progress), progress)
             except Gone as gone:
                 sometimes("a replacement is lost while its envs are built")
                 self._let_go(channel)
-                reason = self._count_death(effort, _BUILDING, gone)
+                reason = self._count_death(progress, _BUILDING, gone)
                 if reason:
                     raise NotBuilt(reason) from gone.with_traceback(None)
             except BaseException:
@@ -542,7 +548,9 @@ class Recoverer:
             else:
                 return channel
 
-    def begin_anew(self, build: Build, effort: Effort, lasting: tuple[bytes, ...]) -> tuple[Channel, tuple[bytes, ...]]:
+    def begin_anew(
+        self, build: Build, progress: RecoveryProgress, calls: tuple[bytes, ...]
+    ) -> tuple[Channel, tuple[bytes, ...]]:
         """Launch a process with new envs, and repeat recorded calls and attributes in them.
 
         Returns:
@@ -550,41 +558,41 @@ class Recoverer:
         """
         for _ in range(LOSSES):
             try:
-                return self._built_anew(build, effort, lasting), lasting
+                return self._built_anew(build, progress, calls), calls
             except Gone as gone:
                 if not gone.is_from_outside:
                     break
                 sometimes("the process of new envs is killed from outside while calls are repeated")
         sometimes("a repeated call ends the process of new envs")
-        return self._built_anew(build, effort, ()), ()
+        return self._built_anew(build, progress, ()), ()
 
-    def _built_anew(self, build: Build, effort: Effort, lasting: tuple[bytes, ...]) -> Channel:
-        effort.deaths.clear()
-        channel = self.restart(build, effort)
-        if lasting:
+    def _built_anew(self, build: Build, progress: RecoveryProgress, calls: tuple[bytes, ...]) -> Channel:
+        progress.deaths.clear()
+        channel = self.restart(build, progress)
+        if calls:
             sometimes("calls and attributes set are repeated in new envs")
-            until, limit = effort.until, self._deadlines.call
+            until, limit = progress.until, self._deadlines.call
             if until is not None:  # one that hangs must leave time for a process without them
                 until = (time.monotonic() + until) / 2
             if limit is not None:
-                until = min(until or math.inf, time.monotonic() + len(lasting) * limit + REPLAY_GRACE)
+                until = min(until or math.inf, time.monotonic() + len(calls) * limit + REPLAY_GRACE)
             try:
-                effort.doing = f"repeating {len(lasting)} calls in a new process"
-                self.ask(channel, Replay(b"", lasting=lasting), until, effort=effort)
+                progress.doing = f"repeating {len(calls)} calls in a new process"
+                self.ask(channel, Replay(b"", calls=calls), until, progress=progress)
             except BaseException:
                 self._let_go(channel)
                 raise
         return channel
 
-    def _replay(self, channel: Channel, plan: Plan, effort: Effort, until: float | None) -> dict[int, str]:
+    def _replay(self, channel: Channel, plan: Plan, progress: RecoveryProgress, until: float | None) -> dict[int, str]:
         assert self.codec is not None
-        if not (plan.entries or plan.lasting):
+        if not (plan.entries or plan.calls):
             return {}
-        self._check_time(effort)
+        self._check_time(progress)
         message, codec = plan.message, self.codec
-        effort.doing = f"replaying {plan.requests} requests"
-        replayed = self.ask(channel, message, until, self._limits_of(plan), effort)
-        effort.replayed += plan.requests
+        progress.doing = f"replaying {plan.requests} requests"
+        replayed = self.ask(channel, message, until, self._limits_of(plan), progress)
+        progress.replayed += plan.requests
         starts = {start.slot: start.entry for start in message.starts if start.waits}
         found = differences(plan.entries, replayed, codec.layout, exact=codec.exact, starts=starts)
         for slot in plan.resets:
@@ -594,7 +602,7 @@ class Recoverer:
         return {**differ, **plan.missing}
 
     def _limits_of(self, plan: Plan) -> list[float]:
-        """Return after how many seconds an env hangs in a replay, for each place as ``REPLAYING`` says it."""
+        """Return after how many seconds an env hangs in a replay, for each request as ``REPLAYING`` says it."""
         assert self.codec is not None
         end = self.codec.layout.end
         # One that is "auto" ends no replay.
@@ -604,7 +612,7 @@ class Recoverer:
         )
         if step == reset == call == math.inf:
             return []
-        limits = [max(step, reset, call * len(plan.lasting) if plan.lasting else 0.0)]
+        limits = [max(step, reset, call * len(plan.calls) if plan.calls else 0.0)]
         for entry in split_entries(plan.entries, end):
             if entry.is_step:
                 limits.append(step)
@@ -612,20 +620,20 @@ class Recoverer:
                 limits.append(reset if is_reset(entry.record[0], entry.request_payload) else call)
         return limits
 
-    def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:
-        """Count a death; return why this method is given up if too many died at this place, else ``""``."""
-        outside = (place == _BUILDING or gone.fate.code in (None, -9)) and gone.cause != "hung"
-        effort.deaths[place, outside] += 1
-        deaths = effort.deaths[place, outside]
+    def _count_death(self, progress: RecoveryProgress, request: int, gone: Gone) -> str:
+        """Count a death; return why this method is given up if too many died at this request, else ``""``."""
+        outside = (request == _BUILDING or gone.fate.code in (None, -9)) and gone.cause != "hung"
+        progress.deaths[request, outside] += 1
+        deaths = progress.deaths[request, outside]
         if deaths < (LOSSES if outside else self._policy.poison_after):
             return ""
-        what = "while being built" if place == _BUILDING else f"while running request {place + 1} of its replay"
-        return f"{deaths} processes ended {'when their replay was over' if place == -1 else what}"
+        what = "while being built" if request == _BUILDING else f"while running request {request + 1} of its replay"
+        return f"{deaths} processes ended {'when their replay was over' if request == -1 else what}"
 
-    def _check_time(self, effort: Effort) -> None:
+    def _check_time(self, progress: RecoveryProgress) -> None:
         if self._closed:
             raise Unrecoverable("it was closed")
-        if effort.until is not None and time.monotonic() >= effort.until:
+        if progress.until is not None and time.monotonic() >= progress.until:
             sometimes("a recovery passes its deadline")
             raise Unrecoverable(f"recovery took longer than Deadlines.recovery ({self._deadlines.recovery:g} s)")
 

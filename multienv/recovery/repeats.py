@@ -1,4 +1,4 @@
-"""What the log says of losses that come again and again. Pure: the clock is given."""
+"""Decides what the log says of losses that are repeated. Pure: the clock is given."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ class _Kind:
 
     Attributes:
         outcome: Of all of them.
-        told_at: When the last line was written, seconds of the clock.
+        logged_at: When the last line was written, seconds of the clock.
         count: Losses since then.
-        last: What there is to say of the newest one.
+        last: The text about the newest one.
     """
 
     outcome: str
-    told_at: float
+    logged_at: float
     count: int = 0
     last: str = ""
 
-    def tell(self, now: float) -> str:
+    def next_line(self, now: float) -> str:
         """Return a line about the losses since the last one, and begin to count anew."""
-        count, seconds = self.count, now - self.told_at
-        self.count, self.told_at = 0, now
+        count, seconds = self.count, now - self.logged_at
+        self.count, self.logged_at = 0, now
         if count == 1:
             return self.last
         return f"{count} such losses in the last {seconds:.0f} s, all {self.outcome}. The last: {self.last}"
 
 
 class Repeats:
-    """Decides when the log tells of a loss: the first of each kind at once, then at most one line a minute and kind."""
+    """Decides when a loss is logged: the first of each kind at once, then at most one line a minute and kind."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[Hashable, str], _Kind] = {}
@@ -46,13 +46,13 @@ class Repeats:
         Args:
             cause: With ``outcome``, the kind of the loss.
             outcome: What became of it.
-            text: All that there is to say of this loss.
+            text: The line about this loss alone.
             now: The clock, seconds.
         """
         kind = self._kinds.setdefault((cause, outcome), _Kind(outcome, now - PERIOD))
         kind.count, kind.last = kind.count + 1, text
-        return kind.tell(now) if now - kind.told_at >= PERIOD else ""
+        return kind.next_line(now) if now - kind.logged_at >= PERIOD else ""
 
     def rest(self, now: float) -> list[str]:
         """Return a line for each kind of which losses have only been counted since its last line."""
-        return [kind.tell(now) for kind in self._kinds.values() if kind.count]
+        return [kind.next_line(now) for kind in self._kinds.values() if kind.count]

@@ -1,4 +1,4 @@
-"""A process that is replaced by plan, between two requests: where its successor comes from."""
+"""Replace a process by plan, between two requests: by one with new envs, or one in which the envs are replayed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from multienv.processes.channel import Channel
 from multienv.recovery.journal import Plan
-from multienv.recovery.policy import Effort
+from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
 from multienv.recovery.recoverer import NotBuilt, Recoverer, RequestFailedError, Unrecoverable
 from multienv.sometimes import sometimes
@@ -16,35 +16,35 @@ from multienv.wire.messages import Build
 
 
 class Replacement(NamedTuple):
-    """Says what came of a replacement by plan.
+    """Holds the outcome of a replacement by plan.
 
     Attributes:
-        effort: What it took.
-        reason: Why there is none, or why what goes on is not exact; or ``""``.
+        progress: What it has taken.
+        reason: Why the process is not replaced; or ``""``.
         channel: To the new process; ``None``: there is none.
         build: The request that built its envs.
-        lasting: Calls and attributes that were repeated in it, if all its envs are new ones.
+        calls: Calls and attributes that were repeated in it, if all its envs are new ones.
         plan: What was replayed in it, if not all are.
-        is_built: The envs could be built.
+        is_built: The envs could be built in a new process.
     """
 
-    effort: Effort
+    progress: RecoveryProgress
     reason: str = ""
     channel: Channel | None = None
     build: Build | None = None
-    lasting: tuple[bytes, ...] = ()
+    calls: tuple[bytes, ...] = ()
     plan: Plan | None = None
     is_built: bool = True
 
 
 def can_replay(position: Position, anew: frozenset[int]) -> bool:
-    """Tell whether a replay may lead to all envs but those that are to be new ones, as far as is known."""
+    """Tell whether a replay may recover all envs except those that are to be new ones, as far as is known."""
     journal = position.journal
     return not journal.memory.has_shown and any(plan.missing.keys() <= anew for plan in journal.plans(near=True))
 
 
 def replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, bytes]) -> Replacement:
-    """Bring envs, which are not lost, to a new process.
+    """Move envs that are not lost to a new process.
 
     Args:
         recoverer: Of the worker.
@@ -52,27 +52,27 @@ def replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, 
         generators: Slot → state of its random generators, of envs that are to be new ones because they are between two
             episodes. The others are replayed.
     """
-    effort, journal, memory = recoverer.begin(planned=True), position.journal, position.journal.memory
+    progress, journal, memory = recoverer.begin(planned=True), position.journal, position.journal.memory
     is_anew = len(generators) == journal.slots
     if memory.has_shown and not is_anew:
-        return Replacement(effort, memory.reservation)
+        return Replacement(progress, memory.reservation)
     try:
         if is_anew:
             build = replace(position.build, generators=generators)
-            channel, lasting = recoverer.begin_anew(build, effort, journal.all_lasting() if journal.replaying else ())
-            return Replacement(effort, "", channel, build, lasting)
+            channel, calls = recoverer.begin_anew(build, progress, journal.kept_calls() if journal.replaying else ())
+            return Replacement(progress, "", channel, build, calls)
         build = replace(position.build, generators={**position.build.generators, **generators})
         # A short replay: a replay of the whole past would repeat what leaked.
         plans = journal.plans(near=True, anew=generators)
-        found = recoverer.bring_back(build, plans, effort, journal.why_no_plan(), generators)
+        found = recoverer.recover_by_replay(build, plans, progress, journal.why_no_plan(), generators)
     except (Unrecoverable, RequestFailedError, OSError) as reason:
         if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
             raise
         sometimes("a replacement by plan fails")
-        return Replacement(effort, str(reason), is_built=not isinstance(reason, NotBuilt))
+        return Replacement(progress, str(reason), is_built=not isinstance(reason, NotBuilt))
     if not found.mismatches.keys() <= generators.keys():
         sometimes("a replacement by plan differs")
         found.channel.kill()
         found.channel.release()
-        return Replacement(effort, next(iter(found.mismatches.values())))
-    return Replacement(effort, "", found.channel, build, plan=found.plan)
+        return Replacement(progress, next(iter(found.mismatches.values())))
+    return Replacement(progress, "", found.channel, build, plan=found.plan)

@@ -1,4 +1,4 @@
-"""What the caller gets for a rollout: each request in it is read as the reply to such a request alone, then stacked."""
+"""Make the caller's answer to a rollout: each reply in it is read like any other, and the results are stacked."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from multienv.errors import PolicyError, RemoteTraceback
-from multienv.recovery.answers import Read, Skipped, Told, unreadable
+from multienv.recovery.answers import Read, Skipped, TruncationInfo, unreadable
 from multienv.recovery.hot_path import GOES_ON, plain_heads
 from multienv.recovery.position import Position
 from multienv.reports.texts import original_of
 from multienv.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
 from multienv.wire.codecs import Codec
 from multienv.wire.infos import Extras, Illegible, NumberInfos, numbers_in
-from multienv.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, foreign
+from multienv.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, call_user_code
 from multienv.wire.rows import batch_of, leaf_spaces, nested, stacked
 from multienv.wire.segment import Segment
 
@@ -63,21 +63,28 @@ class RolloutReply:
 
 
 class RolloutReader:
-    """Makes the reply to a rollout of what a worker answered.
+    """Reads what a worker answered to a rollout.
 
     Args:
         codec: Of the worker.
         scratch: A position for this reader alone: what the caller has seen so far within the rollout.
         answers: Reads the reply to each request there.
-        told: What ``info["multienv"]`` says of a truncation.
+        truncation_info: What ``info["multienv"]`` says of a truncation.
         same_step: A worker with several envs begins the next episode in the step that ended one.
         truncates: What an env raises is made a truncation of.
     """
 
     def __init__(
-        self, codec: Codec, scratch: Position, answers: Any, told: Told, *, same_step: bool, truncates: bool
+        self,
+        codec: Codec,
+        scratch: Position,
+        answers: Any,
+        truncation_info: TruncationInfo,
+        *,
+        same_step: bool,
+        truncates: bool,
     ) -> None:
-        self._codec, self._scratch, self._answers, self._told = codec, scratch, answers, told
+        self._codec, self._scratch, self._answers, self._truncation_info = codec, scratch, answers, truncation_info
         self._same_step, self._truncates = same_step, truncates
         self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
         self._aside.lay_out(codec.layout)
@@ -103,9 +110,9 @@ class RolloutReader:
         shown = [self._legible(reply, self._first)]
         memory, size = memoryview(result.banks), aside.layout.size
         take, number = self._take_one if self._codec.exact else self._take_rows, first
-        for place in range(len(memory) // size):
-            number = first + place
-            view, (request_payload, payload) = memory[place * size :][:size], result.payloads.get(place, _NO_PAYLOAD)
+        for index in range(len(memory) // size):
+            number = first + index
+            view, (request_payload, payload) = memory[index * size :][:size], result.payloads.get(index, _NO_PAYLOAD)
             bank = aside.banks[number & 1]
             bank.view[:] = view
             infos = numbers_in(payload) if payload else None
@@ -122,7 +129,7 @@ class RolloutReader:
             read = answers.read(aside, number)
             reply.entries.append(entry_of(bank, request_payload, read.evidence))
             take(read, skipped, reply, shown)
-            scratch.seen, scratch.loose = read.seen, read.loose
+            scratch.seen, scratch.pickled_rows = read.seen, read.pickled_rows
             if answers.started == number:
                 reply.starts.append((number, answers.generators))
             if read.seen != number:  # it shows nothing: what was seen last is seen once more
@@ -143,7 +150,7 @@ class RolloutReader:
     def _legible(self, reply: RolloutReply, run: Callable[[], Any]) -> Any:
         """Return what ``run`` unpickles; ``None``, and the reply has no values, if that cannot be done here."""
         try:
-            return foreign(run, Illegible)
+            return call_user_code(run, Illegible)
         except Illegible as illegible:
             error = unreadable("rollout", illegible)
             reply.errors = dict.fromkeys(range(self._codec.slots), error) | reply.errors
@@ -168,11 +175,11 @@ class RolloutReader:
             bank.truncated[list(failed)] = True
             by_slot = dict(infos)
             for slot, error in failed.items():
-                told = {"multienv": self._told(slot, str(error))}
-                by_slot[slot] = {**by_slot.get(slot, {}), **told}
+                final_info = {"multienv": self._truncation_info(slot, str(error))}
+                by_slot[slot] = {**by_slot.get(slot, {}), **final_info}
                 if self._same_step:
                     last = observations[slot] if observations else codec.row(aside, read.number, slot)
-                    by_slot[slot] |= {"final_obs": last, "final_info": told}
+                    by_slot[slot] |= {"final_obs": last, "final_info": final_info}
             infos = sorted(by_slot.items())
         reply.errors = answer.errors | reply.errors
         reply.truncated_errors += read.truncated_errors.items()
@@ -210,10 +217,10 @@ class RolloutReader:
                 reply.ends.append((step, read.number, (0,)))
                 shown[-1] = observation
             return
-        told: dict[str, Any] = info if read.seen != read.number else {}
-        reply.is_over = bool(told or view[3] & ENDED)
+        truncation: dict[str, Any] = info if read.seen != read.number else {}
+        reply.is_over = bool(truncation or view[3] & ENDED)
         if reply.is_over:
-            info = {"final_obs": observation, "final_info": info, **told}
+            info = {"final_obs": observation, "final_info": info, **truncation}
         if info:
             reply.infos[step] = [(0, info)]
         reply.steps += 1
@@ -226,8 +233,8 @@ class RolloutReader:
         codec, layout, steps = self._codec, self._aside.layout, reply.steps
         is_step = self._stack(result, 0, np.uint8) == STEP
         rewards, terminated, truncated = (
-            self._stack(result, place, dtype, (codec.slots,))[is_step][:steps]
-            for place, dtype in (
+            self._stack(result, offset, dtype, (codec.slots,))[is_step][:steps]
+            for offset, dtype in (
                 (layout.rewards, np.float64),
                 (layout.terminated, np.bool_),
                 (layout.truncated, np.bool_),
@@ -245,18 +252,18 @@ class RolloutReader:
             stacks = {name: stack[:, 0] for name, stack in stacks.items()}
         if self._leaves:
             leaves = []
-            for before, leaf, place in zip(shown[0], self._leaves, layout.leaves, strict=True):
-                after = self._stack(result, place, leaf.dtype, before.shape)
+            for before, leaf, offset in zip(shown[0], self._leaves, layout.leaves, strict=True):
+                after = self._stack(result, offset, leaf.dtype, before.shape)
                 leaves.append(np.concatenate([before[None], after[:steps]]))
             stacks["observations"] = nested(codec.space, leaves)
         else:
             stacks["observations"] = stacked(codec.space, shown)
         reply.values = {**stacks, **chosen}
 
-    def _stack(self, result: RolloutResult, place: int, dtype: Any, shape: tuple[int, ...] = ()) -> Array:
-        """Return the array that lies at this place in each bank, over their memory."""
+    def _stack(self, result: RolloutResult, offset: int, dtype: Any, shape: tuple[int, ...] = ()) -> Array:
+        """Return the array that lies at this offset in each bank, over their memory."""
         size = self._aside.layout.size
-        bank = np.dtype({"names": ["it"], "formats": [(dtype, shape)], "offsets": [place], "itemsize": size})
+        bank = np.dtype({"names": ["it"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": size})
         stack: Array = np.ndarray(len(result.banks) // size, bank, result.banks)["it"]
         return stack
 

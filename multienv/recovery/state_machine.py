@@ -258,7 +258,7 @@ class Instruction(Enum):
 
 # After so many losses before an answer, the request counts as the cause, even if no process died while executing it.
 # For example, an env may close the worker's descriptors and return, and the worker then ends. The same number of
-# processes may be killed from outside while they build their envs, or at one place of a replay: such a death says
+# processes may be killed from outside while they build their envs, or in one request of a replay: such a death says
 # nothing about the request.
 LOSSES = 6
 
@@ -358,7 +358,7 @@ def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception
     return ResetNeededError(f"{name}(): there is no episode yet. Call reset() first.")
 
 
-def told(event: Event, after: State) -> str:
+def line_of(event: Event, after: State) -> str:
     """Return an event and the state after it, as a line for a crash report."""
     request = "" if after.request is None else f", {after.request.name} pending"
     cause = f" ({event.cause}, slot {event.slot})" if isinstance(event, Lost) else ""

@@ -1,14 +1,13 @@
 """Keeps the envs of one worker alive: what is asked, what is answered, and what happens when the process is lost.
 
-A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). What a state means and what
-follows from an event is decided in ``state_machine``; how envs are brought back, by a ``Healing`` for each loss. Plain
-steps, of many workers at once, are asked and taken in ``hot_path``. What the caller has seen of the worker is its
-``Position``.
+A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). The module ``state_machine``
+decides what follows from each event. A ``Healing`` recovers the envs after each loss. The module ``hot_path`` sends
+plain steps to many workers at once and takes their answers. The ``Position`` holds what the caller has seen.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
 and the next call collects it: reading a reply does not use it up, and an answer is committed at once with all that says
 so. Another signal handler may raise anywhere. If it does while a process is being asked, the process is lost, and the
-request was never made (``take_back``): the next call brings the envs back to where the caller saw them last.
+request was never made (``take_back``): the next call recovers the envs to where the caller saw them last.
 """
 
 from __future__ import annotations
@@ -61,18 +60,18 @@ from multienv.recovery.hot_path import (
 from multienv.recovery.journal import Journal, Plan, furthest_replay
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
-from multienv.recovery.policy import Effort
+from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
-from multienv.recovery.record import Record, memory_of
 from multienv.recovery.recoverer import (
     BudgetSpentError,
-    Found,
     Launcher,
+    RecoveredEnvs,
     Recoverer,
     RequestFailedError,
     Unrecoverable,
 )
 from multienv.recovery.replacement import can_replay, replaced
+from multienv.recovery.reporter import Reporter, memory_of
 from multienv.recovery.rollouts import RolloutReader, RolloutReply, policy_error
 from multienv.recovery.state_machine import (
     Asked,
@@ -98,9 +97,9 @@ from multienv.recovery.state_machine import (
     State,
     decide,
     instruction_of,
+    line_of,
     refusal,
 )
-from multienv.recovery.state_machine import told as line_of
 from multienv.reports.crash import Case
 from multienv.sometimes import sometimes
 from multienv.threads import Lock, beside
@@ -109,17 +108,17 @@ from multienv.wire.codecs import Codec, RowsReply
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import (
     BEGINNING,
-    LASTING,
+    CALLS,
     Build,
     Close,
     Description,
+    GetGenerators,
     Message,
     Reset,
     Rollout,
     RolloutResult,
-    TellGenerators,
     Unpicklable,
-    foreign,
+    call_user_code,
     is_recorded,
     pack_message,
     seeds_from,
@@ -169,7 +168,7 @@ class Supervisor:
         build: The request that builds the envs.
         policy, deadlines: What happens when a process is lost, and when it counts as hung.
         index: Env index of the first env in its batch, or ``None``.
-        hooks: Called with each event by ``record.call_hooks()``: the env classes do so when their own call is done.
+        hooks: Called with each event by ``reporter.call_hooks()``: the env classes do so when their own call is done.
         reports: Where crash reports are written; ``None``: nowhere.
 
     Attributes:
@@ -182,8 +181,8 @@ class Supervisor:
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
         path: The last events and the states that they led to, but for those of plain steps.
         channel: To the present process, or to the last one that was lost.
-        healing: The loss that is being healed; ``None``: none is.
-        record: What happened to the envs.
+        healing: The loss whose envs are being recovered; ``None``: there is none.
+        reporter: Counts and reports what happens to the envs.
         on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
     """
@@ -200,7 +199,7 @@ class Supervisor:
         "pending",
         "position",
         "state",
-    )  # those of the hot path have a place of their own
+    )  # the hot path reads these, native code by offset
 
     def __init__(
         self,
@@ -233,12 +232,12 @@ class Supervisor:
         )
         share = LARGE_SHARE if policy.recycles else SHARE
         self.position = Position(replace(build, starts=share if journal.recording else 0.0), journal)
-        self.record = Record(self.position, index, hooks, reports)
+        self.reporter = Reporter(self.position, index, hooks, reports)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         self.pending = Pending(
-            self.record.env_in, RequestDeadlines(deadlines, resets_in_steps=resets_itself), len(build.draws)
+            self.reporter.env_in, RequestDeadlines(deadlines, resets_in_steps=resets_itself), len(build.draws)
         )
-        self.recoverer = Recoverer(launcher, policy, deadlines, self.record.recovering, self._strayed)
+        self.recoverer = Recoverer(launcher, policy, deadlines, self.reporter.recovering, self._strayed)
         self.channel: Channel | None = None
         self.healing: Healing | None = None
         self._building = 0  # number of the request that builds the envs for the first time
@@ -286,7 +285,7 @@ class Supervisor:
             if self.description is None or self.state.process is Process.BUILDING:
                 check_seconds("timeout", timeout, zero=True)
                 self.start()
-                self._carry_out(timeout, heal=True)
+                self._carry_out(timeout, recover=True)
             assert self.description is not None
             return self.description
 
@@ -294,15 +293,15 @@ class Supervisor:
         """Launch the first process and ask it to build the envs; one that replaces a lost one is charged."""
         healing = self.healing
         if healing is not None:
-            effort = healing.effort
-            effort.turn = None  # each of these deaths is charged
+            progress = healing.progress
+            progress.begins_at = None  # each of these deaths is charged
             try:
-                self.recoverer.admit(effort, self.position.steps)
+                self.recoverer.admit(progress, self.position.steps)
             except (BudgetSpentError, Unrecoverable):
                 self._tell(healing, "raised", "the budget of restarts is spent")
                 self.drop()
                 return self._happen(BudgetSpent())
-            effort.attempts += 1
+            progress.attempts += 1
             self.recoverer.restarts += 1
         self.channel, self._building = self.recoverer.launch(self.position.build)
         self.recoverer.handed_over()
@@ -327,18 +326,18 @@ class Supervisor:
         maintenance = self.maintenance
         if self.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
             return False
-        self.record.asked = ()
+        self.reporter.asked = ()
         self.pending.begin(BEGINNING, b"", self.pending.limit_of(Kind.RESET))
         self.state = RESETTING if waits else RESETTING_ASYNC
         self._publish()
         return True
 
-    def collect(self, timeout: float | None = None, heal: bool = True) -> Any:
+    def collect(self, timeout: float | None = None, recover: bool = True) -> Any:
         """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
 
         Args:
             timeout: Seconds to wait for the process.
-            heal: Bring a lost process back in this call; else :class:`RecoveryDue` is raised.
+            recover: Recover the envs of a lost process in this call; else :class:`RecoveryDue` is raised.
 
         Raises:
             WaitTimeout: The answer is not there within ``timeout``; the request stays pending.
@@ -349,7 +348,7 @@ class Supervisor:
             answers: list[Any] = [MISSING]
             if timeout is None and is_asked_plainly(self.state) and not take((self,), (0,), answers, self.state):
                 return answers[0]
-            return self._carry_out(timeout, heal)
+            return self._carry_out(timeout, recover)
 
     def is_answered(self, number: int, until: float | None) -> bool:
         """Wait for the reply to a step or a plain reset; false if anything else is to be done, or comes, first.
@@ -360,7 +359,7 @@ class Supervisor:
         """
         if until is not None and time.monotonic() >= until:
             return False
-        if self.channel is None or self.segment.words[REQUEST] != number:  # brought back, and not asked again yet
+        if self.channel is None or self.segment.words[REQUEST] != number:  # recovered, and not asked again yet
             return False
         self.buffers.ring(number)
         try:
@@ -438,13 +437,13 @@ class Supervisor:
             if message is BEGINNING and self._send_beginning(waits):
                 return
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
-                self.look_at_limits(resetting=getattr(message, "mask", None) is None)
+                self.apply_limits(resetting=getattr(message, "mask", None) is None)
             resets_all = isinstance(message, Reset) and message.mask is None
             if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
                 self._maintain(resetting=resets_all)
             touched = None
             if isinstance(message, Reset):
-                self.record.asked = message.seeds
+                self.reporter.asked = message.seeds
                 touched = message.mask
             if isinstance(message, Rollout):
                 message = replace(message, shown=self.position.shown(self.segment))
@@ -485,11 +484,11 @@ class Supervisor:
             self.state = state
             return
         assert self.healing is not None
-        error, position = self.healing.error(instruction, state, self.record, self.policy), self.position
+        error, position = self.healing.error(instruction, state, self.reporter, self.policy), self.position
         # Adjacent stores: no signal handler comes in between.
         self.last_answer, position.number, self.state = error, position.number + 2, state
 
-    def _carry_out(self, timeout: float | None, heal: bool) -> Any:
+    def _carry_out(self, timeout: float | None, recover: bool) -> Any:
         """Do what the state asks for until there is an answer."""
         check_seconds("timeout", timeout, zero=True)
         self._refuse_if_unusable("collect")
@@ -500,8 +499,8 @@ class Supervisor:
         elif instruction is Instruction.NOTHING:
             raise NoAsyncCallError("There is no request whose answer could be collected.", "collect")
         while instruction not in (Instruction.DELIVER, Instruction.NOTHING):
-            if instruction in _LONG and not heal:
-                sometimes("a thread brings the envs back")
+            if instruction in _LONG and not recover:
+                sometimes("a thread recovers the envs")
                 raise RecoveryDue
             if instruction in _RAISED:
                 if instruction is Instruction.RAISE_POISON and self.state.episode is Episode.NONE:
@@ -560,8 +559,8 @@ class Supervisor:
         )
         instruction = self._happen(lost)
         if gone.cause == "hung" and request is not None and self.pending.was_slow(request):
-            told = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
-            logger.warning(told, request.name, self.record.env_in(gone.slot), self.pending.limit)
+            text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
+            logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
             self._drop_lost(healing, instruction)
         return instruction
@@ -578,13 +577,13 @@ class Supervisor:
         """Record a loss."""
         request, number = self.state.request, self.position.number + 1
         entry, name = b"", "snapshot" if request is None else request.name
-        if request is not None and self.codec is not None and self.record.reports.wanted:
+        if request is not None and self.codec is not None and self.reporter.reports.wanted:
             entry = self.pending.entry(channel.segment, number, request, self.codec.layout)
         idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
-        return self.record.loss(gone, name, slot, self.pending.limit, self._case(entry), idle=idle)
+        return self.reporter.loss(gone, name, slot, self.pending.limit, self._case(entry), idle=idle)
 
     def _drop_lost(self, healing: Healing, instruction: Instruction) -> None:
-        """Drop a lost process whose envs are not brought back, and record the outcome."""
+        """Drop a lost process whose envs are not recovered, and record the outcome."""
         self.drop()
         request = self.state.request
         if instruction is Instruction.RAISE_LOST:
@@ -595,11 +594,11 @@ class Supervisor:
 
     def _tell(self, healing: Healing, outcome: Outcome, reason: str) -> None:
         assert healing.loss is not None
-        self.record.recovery(healing.loss, outcome, reason, healing.effort)
+        self.reporter.recovery(healing.loss, outcome, reason, healing.progress)
 
     def _case(self, pending: bytes) -> Case | None:
         """Return the data for a crash report; ``None`` if no reports are wanted."""
-        if not self.record.reports.wanted:
+        if not self.reporter.reports.wanted:
             return None
         journal, codec, build = self.position.journal, self.codec, self.position.build
         known = journal.recording and codec is not None
@@ -618,7 +617,7 @@ class Supervisor:
         )
 
     def _do_launch(self, until: float | None) -> Instruction:
-        """Launch the first process, or begin a new life of envs that nothing brings back."""
+        """Launch the first process, or begin a new life of envs that cannot be recovered."""
         if self.description is None:
             return self._launch()
         position = self.position
@@ -627,26 +626,26 @@ class Supervisor:
             build = replace(build, seeds=seeds_from(*build.seeds))
         build = replace(build, draws=tuple(draw + 1 for draw in build.draws), generators={})
         position.build = build  # first: another try draws other numbers
-        effort = self.recoverer.begin(planned=self.healing is None)
-        lasting = journal.all_lasting() if journal.replaying else ()
+        progress = self.recoverer.begin(planned=self.healing is None)
+        calls = journal.kept_calls() if journal.replaying else ()
         try:
-            channel, lasting = self.recoverer.begin_anew(build, effort, lasting)
+            channel, calls = self.recoverer.begin_anew(build, progress, calls)
         except RequestFailedError as failed:
             failed.with_traceback(None)  # its frames would keep the segment mapped
-            error = self.record.error_of(-1, failed.failure, "initialize")
+            error = self.reporter.error_of(-1, failed.failure, "initialize")
             self._give_up_request(error)
             raise error from error.__cause__  # which is what env_fn raised
         except Unrecoverable as why:
             self._refuse_if_unusable("collect")
-            loss = self.record.last_loss if self.healing is None else self.healing.loss
+            loss = self.reporter.last_loss if self.healing is None else self.healing.loss
             why.with_traceback(None)
             if loss is None:
                 unbuilt: Exception = UsageError(f"It could not be started: {why}.")
             else:
-                unbuilt = self.record.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
+                unbuilt = self.reporter.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
             self._give_up_request(unbuilt)
             raise unbuilt from why
-        self._begin_anew(build, lasting)
+        self._begin_anew(build, calls)
         self.adopt(channel)
         return self._happen(Launched(), Built())
 
@@ -694,26 +693,26 @@ class Supervisor:
                 return None
             self.recoverer.await_build(self.position.build, channel, self._building, pending.until)
         except RequestFailedError as failed:
-            return self.record.error_of(-1, failed.failure, "initialize")
+            return self.reporter.error_of(-1, failed.failure, "initialize")
         except Gone as gone:
             healing = self.healing
             if healing is None or healing.lost is not channel:
-                effort = self.recoverer.begin() if healing is None else healing.effort
-                healing = self.healing = Healing(channel, gone.fate, effort)
+                progress = self.recoverer.begin() if healing is None else healing.progress
+                healing = self.healing = Healing(channel, gone.fate, progress)
             if healing.loss is None:
-                healing.loss = self.record.loss(gone, "initialize", gone.slot, pending.limit, self._case(b""))
+                healing.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, self._case(b""))
             return Lost(gone.cause, -1, gone.is_from_outside)
         return Built()
 
     def _do_recover(self, until: float | None) -> Instruction:
-        """Bring the envs back, or end their episodes."""
+        """Recover the envs, or end their episodes."""
         healing = self.healing
         if healing is None:
             assert self.channel is not None
             gone = self.channel.kill(detail=_INTERRUPTED)
             gone.detail, self._why_lost = self._why_lost or gone.detail, ""
             return self._lose(gone)
-        found: Found | None = None
+        found: RecoveredEnvs | None = None
         try:
             found = healing.recover(self.recoverer, self.position)
         except BudgetSpentError:
@@ -728,8 +727,8 @@ class Supervisor:
         self.refuse_if_closed("collect", None if found is None else found.channel)
         if found is not None:
             is_long = self.position.journal.can_be_shorter(found.plan)
-            self._go_on_from(found.plan, found.mismatches, healing.effort)
-            self.adopt(found.channel, healing.effort.replayed)
+            self._go_on_from(found.plan, found.mismatches, healing.progress)
+            self.adopt(found.channel, healing.progress.replayed)
             self._is_long = is_long
         after, instruction = decide(self.state, event, self.rules)
         after = interned(after)
@@ -741,23 +740,23 @@ class Supervisor:
         self._become(after, instruction)
         return instruction
 
-    def _go_on_from(self, plan: Plan | None, lost: Iterable[int], effort: Effort) -> None:
+    def _go_on_from(self, plan: Plan | None, lost: Iterable[int], progress: RecoveryProgress) -> None:
         """Note that the envs are those that a replay has led to; ``None``: a snapshot. Those in ``lost`` are others."""
         journal = self.position.journal
-        effort.is_exact = plan is None or not plan.resets or journal.begins_anew
+        progress.is_exact = plan is None or not plan.resets or journal.begins_anew
         if plan is not None:
             journal.go_on_from(plan)
             journal.lose(lost)
 
-    def _begin_anew(self, build: Build, lasting: tuple[bytes, ...]) -> None:
+    def _begin_anew(self, build: Build, calls: tuple[bytes, ...]) -> None:
         """Note that all envs are new ones, in which these calls and attributes were repeated."""
         self.position.build = build
-        self.position.journal.begin(self.position.number, lasting)
+        self.position.journal.begin(self.position.number, calls)
 
     def _strayed(self, slot: int, what: str) -> None:
         """Note that a slot was replayed from a reset otherwise than it was seen."""
         spec = None if self.description is None else self.description.spec
-        env = self.record.env_in(slot)
+        env = self.reporter.env_in(slot)
         self.position.journal.memory.note(env if spec is None else f"{spec.id} ({env})", what)
 
     def _do_truncate(self, until: float | None) -> Instruction:
@@ -783,10 +782,10 @@ class Supervisor:
         state, _ = decide(self.state, event, self.rules)
         self.path.append((event, state))
         state, position = interned(state), self.position
-        seen, loose = (position.seen, position.loose) if read is None else (read.seen, read.loose)
+        seen, pickled_rows = (position.seen, position.pickled_rows) if read is None else (read.seen, read.pickled_rows)
         self.last_answer = answer
         # Adjacent stores: no signal handler comes in between.
-        position.seen, position.loose, position.number, self.state = seen, loose, number, state
+        position.seen, position.pickled_rows, position.number, self.state = seen, pickled_rows, number, state
 
     # --- an answer --------------------------------------------------------------------------------
 
@@ -807,9 +806,9 @@ class Supervisor:
         if (not is_call or is_recorded(message)) and number not in journal.entries:
             payload = self.pending.payload_of(segment, number, request)
             entry = entry_of(bank, payload, evidence)
-            journal.log(number, entry, payload if isinstance(message, LASTING) else b"")
+            journal.log(number, entry, payload if isinstance(message, CALLS) else b"")
         try:
-            answer = foreign(partial(self._answer, number, request, message, read), Illegible)
+            answer = call_user_code(partial(self._answer, number, request, message, read), Illegible)
         except Illegible as illegible:
             if failed or is_call:  # the reply itself is no pickle
                 sometimes("a reply is unreadable")
@@ -821,12 +820,12 @@ class Supervisor:
             loss = None if self.healing is None else self.healing.loss
             if request.kind is Kind.RESET and loss is not None and not isinstance(answer, Exception):
                 for slot, reason in skipped:
-                    answer.errors[slot] = self.record.lost_error(loss, reason)
+                    answer.errors[slot] = self.reporter.lost_error(loss, reason)
             if not self.position.build.exact and not failed:
                 self._note_spoilt(skipped)
         ended = request.kind is Kind.STEP and read is not None and read.ended
         if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
-            self.record.truncated_error(0, answer, channel.pid)
+            self.reporter.truncated_error(0, answer, channel.pid)
             answer = self.answers.truncation(segment, ((0, str(answer)),))
         # A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows
         # that the caller saw last: its process may die while it writes there.
@@ -840,7 +839,7 @@ class Supervisor:
         assert channel is not None
         assert codec is not None
         try:
-            rolled = foreign(partial(pickle.loads, segment.read_reply_payload(number)), Illegible)
+            rolled = call_user_code(partial(pickle.loads, segment.read_reply_payload(number)), Illegible)
         except Illegible as illegible:
             sometimes("the reply to a rollout is unreadable")
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
@@ -854,14 +853,14 @@ class Supervisor:
                 codec,
                 aside,
                 self._new_answers(codec, aside),
-                self.record.truncation,
+                self.reporter.truncation_info,
                 same_step=position.build.autoreset == "SAME_STEP",
                 truncates=self.policy.on_error == "truncate",
             )
         reply = self._rollout_reader.read(number, message, rolled, self.state.skipped)
         position.journal.cut(position.number)
-        for place, entry in enumerate(reply.entries, number):
-            position.journal.log(place, entry)
+        for one, entry in enumerate(reply.entries, number):
+            position.journal.log(one, entry)
         position.show(segment, reply.shown)
         self.answers.started = 0
         segment.banks[number & 1].skipped[:] = 0
@@ -876,7 +875,7 @@ class Supervisor:
         position, journal, before = self.position, self.position.journal, self.position.steps
         assert self.channel is not None
         for slot, error in reply.truncated_errors:
-            self.record.truncated_error(slot, error, self.channel.pid)
+            self.reporter.truncated_error(slot, error, self.channel.pid)
         for steps, number, slots in reply.ends:
             position.steps = before + steps
             if position.build.exact:
@@ -889,7 +888,7 @@ class Supervisor:
         for number, generators in reply.starts:
             for slot, state in generators.items():
                 journal.note_start(slot, number, state, seconds)
-        self.look_at_limits()
+        self.apply_limits()
 
     def _count_time(self, channel: Channel) -> float:
         """Return the time that the envs took so far."""
@@ -913,7 +912,7 @@ class Supervisor:
         return values, errors
 
     def _error_of(self, slot: int, failure: Any) -> Exception:
-        return self.record.error_of(slot, failure, self._name())
+        return self.reporter.error_of(slot, failure, self._name())
 
     def _count(self, request: Request, message: Message | None, failed: bool, number: int, read: Read | None) -> None:
         """Count what was answered by the reply to request ``number``, and see what is due."""
@@ -922,13 +921,13 @@ class Supervisor:
             assert self.channel is not None
             assert read is not None
             for slot, error in read.truncated_errors.items():
-                self.record.truncated_error(slot, error, self.channel.pid)
+                self.reporter.truncated_error(slot, error, self.channel.pid)
             self.note_ends(self.last_answer, number)
             position.steps += 1
             if self.answers.started == number:
                 self.note_starts(number)
             elif read.ended or not position.number & SAMPLE:
-                self.look_at_limits()
+                self.apply_limits()
             return
         if isinstance(message, Reset) and not failed:
             position.count_reset(message.seeds, message.touches)
@@ -936,7 +935,7 @@ class Supervisor:
             if self.answers.started == number:
                 self.note_starts(number)
         # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
-        self.look_at_limits()
+        self.apply_limits()
 
     def note_beginning(self, number: int) -> None:
         """Note that a single env was reset by a request that carries nothing."""
@@ -958,10 +957,10 @@ class Supervisor:
             seconds = self._count_time(channel)
             for slot, generators in self.answers.generators.items():
                 self.position.journal.note_start(slot, number, generators, seconds)
-            self.look_at_limits()
+            self.apply_limits()
 
     def resume(self) -> Any:
-        """Return the answer to the pending request, or, if none is pending, the last answer once more."""
+        """Return the answer to the pending request; if none is pending, return the last answer again."""
         with self.lock:
             if self.state.request is not None:
                 return self.collect()
@@ -991,7 +990,7 @@ class Supervisor:
             return channel, number, self.pending.due(channel, number, self.state.request)
 
     def bound(self, seconds: float) -> None:
-        """Give the pending request a deadline: so many seconds from now, and in each process that it is asked of."""
+        """Give the pending request a deadline: so many seconds from now, and so many in each further process."""
         with self.lock:
             self.pending.bound(seconds)
 
@@ -1016,7 +1015,7 @@ class Supervisor:
             codec,
             position,
             self._error_of,
-            self.record.truncation,
+            self.reporter.truncation_info,
             self._set_spaces,
             same_step=build.autoreset == "SAME_STEP",
             truncates=build.truncates_errors,
@@ -1029,7 +1028,7 @@ class Supervisor:
         self.position.spaces, codec.checks_actions = spaces, not spaces
         shown = codec.space, codec.action_space
         with contextlib.suppress(Illegible):
-            shown = foreign(partial(pickle.loads, spaces), Illegible) if spaces else shown
+            shown = call_user_code(partial(pickle.loads, spaces), Illegible) if spaces else shown
         if show is not None:
             show(shown)
 
@@ -1048,7 +1047,7 @@ class Supervisor:
         is_over = self._is_between_episodes()
         self.maintenance.begin(channel, replayed, is_over=is_over)
         channel.prefer(self.core, sharing=self._sharing)
-        channel.envs, channel.patience = self.record.env_in(-1), self._deadlines.close
+        channel.envs, channel.patience = self.reporter.env_in(-1), self._deadlines.close
         if old is not None and old is not channel:
             old.kill()
             old.release()
@@ -1094,8 +1093,8 @@ class Supervisor:
 
     # --- by plan ----------------------------------------------------------------------------------
 
-    def look_at_limits(self, *, resetting: bool = False) -> None:
-        """Trim the journal, free dropped snapshots, and see whether something is due before the next request.
+    def apply_limits(self, *, resetting: bool = False) -> None:
+        """Trim the journal, free dropped snapshots, and find out whether something is due before the next request.
 
         Args:
             resetting: That request resets all envs.
@@ -1125,55 +1124,55 @@ class Supervisor:
 
         Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
         the new one is built beside it. If the envs cannot be built there, the old process ends first from then
-        on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
+        on, as long as a replay may recover its envs; if none does, that is a loss like any other.
         """
-        maintenance, record, slots = self.maintenance, self.record, range(self.rules.slots)
+        maintenance, reporter, slots = self.maintenance, self.reporter, range(self.rules.slots)
         anew = tuple(slots) if resetting or self._is_between_episodes() else tuple(sorted(maintenance.spoilt))
         why = maintenance.recycling_due or "after a reset that ended process after process"
         position = self.position
         ends_first = len(anew) == len(slots) or (maintenance.ends_first and can_replay(position, frozenset(anew)))
         try:
-            generators = self.ask_between(TellGenerators(anew)) if anew else {}
+            generators = self.ask_between(GetGenerators(anew)) if anew else {}
         except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
             sometimes("a process is lost before it is replaced by plan")
             if self.state.process is Process.NONE and not self.state.pending_truncations:
                 raise  # the policy says so; the caller's request has no envs to go to
-            logger.warning("%s: its process is not replaced: %s", record.name, error)
+            logger.warning("%s: its process is not replaced: %s", reporter.name, error)
             maintenance.put_off()
             return
         before = self.state
         if ends_first:
-            # From here on an exception leaves the worker lost: the next request brings the envs back.
+            # From here on an exception leaves the worker lost: the next request recovers the envs.
             self._stand(decide(before, Interrupted(), self.rules)[0])
             self.healing = None
             assert self.channel is not None
             limit = self._deadlines.close
-            told = self._ask_to_end(self.channel, limit, time.monotonic() + limit, keep_memory=True)
-            if told:
-                logger.warning(told)
+            warning = self._ask_to_end(self.channel, limit, time.monotonic() + limit, keep_memory=True)
+            if warning:
+                logger.warning(warning)
         replacement = replaced(self.recoverer, position, generators)
-        process, effort, reason = replacement.channel, replacement.effort, replacement.reason
+        process, progress, reason = replacement.channel, replacement.progress, replacement.reason
         self.refuse_if_closed("step", process)
         if process is not None and replacement.build is not None:
             sometimes("a process is replaced by plan")
             if replacement.plan is None:
-                self._begin_anew(replacement.build, replacement.lasting)
+                self._begin_anew(replacement.build, replacement.calls)
             else:
                 position.build = replacement.build
-                self._go_on_from(replacement.plan, replacement.plan.missing, effort)
-            self.adopt(process, effort.replayed)
+                self._go_on_from(replacement.plan, replacement.plan.missing, progress)
+            self.adopt(process, progress.replayed)
             self._stand(before)
-            outcome: Any = "exact" if effort.is_exact else "replayed"
+            outcome: Any = "exact" if progress.is_exact else "replayed"
             outcome = "reset" if replacement.plan is None else outcome
             reason = position.journal.memory.reservation if outcome == "replayed" else ""
-            record.recycling(why, outcome, reason, effort)
+            reporter.recycling(why, outcome, reason, progress)
             return
         maintenance.put_off(is_built=replacement.is_built)
         sometimes("a process that has ended first is not replaced", ends_first)
         sometimes("a replacement by plan is put off", not ends_first)
         if ends_first:
             self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
-        record.recycling(why, "put off", reason, effort)
+        reporter.recycling(why, "put off", reason, progress)
 
     def _is_between_episodes(self) -> bool:
         """Tell whether the episodes of all envs have ended, and none has begun since."""
@@ -1225,10 +1224,13 @@ class Supervisor:
 
     @interrupts.shielded
     def ask_between(self, message: Message) -> Any:
-        """Return the answer to a request of ours between two of the caller's; a loss meanwhile is healed first."""
+        """Return the answer to an internal request between two of the caller's.
+
+        After a loss, the envs are recovered and the request is sent again.
+        """
         while True:
             if self.state.process is Process.LOST:
-                self._bring_back()
+                self._recover_now()
             before, channel = self.state, self.channel
             assert channel is not None
             self.pending.begin(message, b"", ASIDE)
@@ -1246,8 +1248,8 @@ class Supervisor:
                 self._stand(before)
                 return answer
 
-    def _bring_back(self) -> None:
-        """Bring back the envs of a lost process while nothing is asked."""
+    def _recover_now(self) -> None:
+        """Recover the envs of a lost process while no request is pending."""
         instruction = Instruction.RECOVER
         while instruction is Instruction.RECOVER:
             instruction = self._do_recover(None)
@@ -1266,7 +1268,7 @@ class Supervisor:
         with self.lock:
             if self.state.request is not None:
                 sometimes("a request is taken back")
-                if self.state.process is Process.READY:  # else it is lost already, and that loss is healed next
+                if self.state.process is Process.READY:  # else it is lost already, and its envs are recovered next
                     self.healing = None
                 self._happen(Interrupted())
 
@@ -1332,12 +1334,12 @@ class Supervisor:
                     channel.kill()
                 # Held by a call that sees the end of its process at once, unless this is a signal handler above it.
                 if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
-                    self.record.told.append((self._let_go, None))  # when that call is done
+                    self.reporter.events.append((self._let_go, None))  # when that call is done
                     return
             self._end(limit)  # again does nothing, unless it was interrupted
-            untold = self.record.untold()
-            if untold:
-                beside(partial(_warn, untold), _SOON)
+            unlogged = self.reporter.unlogged()
+            if unlogged:
+                beside(partial(_warn, unlogged), _SOON)
             self._release()
         finally:
             if not mine:  # whether acquire() has returned cannot be known: an interruption may come right after it
@@ -1348,7 +1350,7 @@ class Supervisor:
 
     def _end(self, limit: float) -> None:
         """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
-        channel, state, number, told = self.channel, self.state, self.position.number + 1, ""
+        channel, state, number, warning = self.channel, self.state, self.position.number + 1, ""
         self.note_closed()
         if channel is None or state.process is Process.NONE:
             return
@@ -1359,17 +1361,17 @@ class Supervisor:
                 self.pending.publish(channel, number, state)  # again, if it was asked
                 is_idle = channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until))
                 if not is_idle:
-                    told = cut_short(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()")
+                    warning = cut_short(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()")
             if is_idle:
-                told = self._ask_to_end(channel, limit, until)
+                warning = self._ask_to_end(channel, limit, until)
             else:
                 channel.kill()
         except Gone:
             channel.kill()
         except OSError:  # close() never raises; the monitor ends what is left
             logger.exception("close() could not end process %s", channel.pid)
-        if told:
-            beside(partial(logger.warning, told), _SOON)
+        if warning:
+            beside(partial(logger.warning, warning), _SOON)
 
     def _ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> str:
         """Ask a process to close its envs and end; kill it if it has not by ``until``, and return what to say then."""
@@ -1393,7 +1395,7 @@ class Supervisor:
         """Release the process, snapshots, and what keeps memory mapped."""
         self.note_closed()
         self._checkpoints.free_all()
-        self.record.reports.drop()
+        self.reporter.reports.drop()
         channel, self.seeds = self.channel, None
         self.channel = self.last_answer = self.segment = self.buffers = None
         with SystemErrors():
@@ -1408,7 +1410,7 @@ class Supervisor:
         channel, state = self.channel, self.state
         words = None if channel is None else channel.segment
         alive = state.process in (Process.BUILDING, Process.READY) and channel is not None
-        return self.record.statistics(
+        return self.reporter.statistics(
             state=_name_of(state, started=self.recoverer.description is not None),
             pid=channel.pid if alive and channel is not None else None,
             rss=memory_of(channel) if alive and channel is not None else None,

@@ -45,12 +45,12 @@ def differences(
     before, after = list(split_entries(recorded, layout.end)), list(split_entries(replayed, layout.end))
     if len(before) != len(after):
         return dict.fromkeys(range(layout.slots), f"{len(before)} requests were replayed as {len(after)}")
-    for place, (one, other) in enumerate(zip(before, after, strict=True)):
+    for index, (one, other) in enumerate(zip(before, after, strict=True)):
         if one != other or MARK in one.record or MARK in one.evidence:
-            waiting = {slot for slot, start in starts.items() if place < start}
-            starting = set() if exact else {slot for slot, start in starts.items() if place == start}
+            waiting = {slot for slot, start in starts.items() if index < start}
+            starting = set() if exact else {slot for slot, start in starts.items() if index == start}
             for slot, what in _of_entries(one, other, layout, exact, waiting, starting).items():
-                found.setdefault(slot, f"{what} at request {place + 1} of {len(before)}")
+                found.setdefault(slot, f"{what} at request {index + 1} of {len(before)}")
     return found
 
 

@@ -203,7 +203,7 @@ def _request(case: Case) -> dict[str, Any]:
         if entry.is_step:
             return {"action": readable(action_of(entry, case.layout, case.description, exact=case.build.exact))}
         message = message_of(entry.record[0], entry.request_payload)
-    except Exception as error:  # foreign code
+    except Exception as error:  # code of the user
         return {"message": f"cannot be shown: {type(error).__name__}: {error}"}
     return {"message": {type(message).__name__: readable(message)}}
 

@@ -59,7 +59,7 @@ def load(path: str | Path) -> Report:
         sys.path += [entry for entry in document["build"]["path"] or () if entry not in sys.path]
         report: Report = pickle.loads(data)
         return replace(report, path=str(path))
-    except Exception as error:  # a class that cannot be imported here; unpickling runs foreign code
+    except Exception as error:  # a class that cannot be imported here; unpickling runs code of the user
         raise UsageError(
             f"{beside} cannot be loaded: {type(error).__name__}: {error}. It was made with {document.get('made_with')}."
         ) from error

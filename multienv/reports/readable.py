@@ -38,5 +38,5 @@ def _readable(value: Any, depth: int) -> Any:
             return {field.name: _readable(getattr(value, field.name), depth + 1) for field in dataclasses.fields(value)}
     try:
         return f"{value!r:.1000}"
-    except Exception:  # foreign code
+    except Exception:  # code of the user
         return f"<a {type(value).__name__}>"

@@ -153,7 +153,7 @@ class Writing(threading.Thread):
         directory = self._path.parent
         try:
             write(self._path, *self._compose())
-        except Exception as error:  # a full disk, no permission, foreign code: nothing that may break a recovery
+        except Exception as error:  # a full disk, no permission, code of the user: nothing that may break a recovery
             if directory in _complained:
                 return
             _complained.add(directory)

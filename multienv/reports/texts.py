@@ -158,13 +158,13 @@ def env_error(failure: Failure, *, index: int | None, command: str, step: int | 
         step: Steps of the episode so far.
         seed: That of the last seeded reset.
     """
-    place = where(command, step, seed)
+    moment = where(command, step, seed)
     if failure.result_not_picklable:
-        error: Any = ResultNotPicklableError(f"{failure.text} ({place}.)")
+        error: Any = ResultNotPicklableError(f"{failure.text} ({moment}.)")
         error.__cause__ = RemoteTraceback(failure.traceback)
     else:
         env = "The env" if index is None else f"Env {index}"
-        message = f"{env} raised {failure.type_name}: {failure.text}\n{place}."
+        message = f"{env} raised {failure.type_name}: {failure.text}\n{moment}."
         original = original_of(failure)
         error = catchable_as(EnvError, original, message) if original else EnvError(message)
         remote = RemoteTraceback(failure.traceback)

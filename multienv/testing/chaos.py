@@ -147,12 +147,12 @@ def run_chaos(
             chaos.inexact += pair.reasons
         if pair.mismatch:
             with side_by_side(worker_env=worker_env, **UNDISTURBED) as again:
-                place = _differs_after(again, (chaos.steps - before) // num_envs + 1)
-            if place is None:
+                steps = _differs_after(again, (chaos.steps - before) // num_envs + 1)
+            if steps is None:
                 found = chaos.mismatches if chaos.outcomes["replayed"] == replayed else chaos.strayed
                 found.append(f"after {chaos.steps} steps (seed {attempt}): {pair.mismatch}")
             else:
-                chaos.undisturbed = f"after {place} steps (seed {attempt}): {again.mismatch}"
+                chaos.undisturbed = f"after {steps} steps (seed {attempt}): {again.mismatch}"
         attempt += 1000
     progress(chaos)
     return chaos

@@ -116,7 +116,7 @@ def difference(seen: Any, expected: Any, name: str) -> str | None:
         return next((one for one in found if one is not None), None)
     if isinstance(seen, tuple | list) and type(seen) is type(expected) and len(seen) == len(expected):
         pairs = enumerate(zip(seen, expected, strict=True))
-        found = (difference(one, other, f"{name}[{place}]") for place, (one, other) in pairs)
+        found = (difference(one, other, f"{name}[{index}]") for index, (one, other) in pairs)
         return next((one for one in found if one is not None), None)
     if same(seen, expected):
         return None

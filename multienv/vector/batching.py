@@ -175,7 +175,7 @@ def action_splitter(
             whole = _by_leaf(space, actions, partial(_normal_leaf, count, name))
         except ActionError:
             raise
-        except Exception as error:  # looking at the actions runs foreign code
+        except Exception as error:  # looking at the actions runs code of the user
             # Of gymnasium's type, too: a scalar, and what else nobody can go through, is a TypeError there.
             what = f"{name}: {shown(actions)} is no batch for {count} envs with {space}: {error}. Nothing was sent."
             raise catchable_as(ActionError, error, what) from error
@@ -214,7 +214,7 @@ def action_cutter(space: Space, count: int, name: str) -> Callable[[Any, Sequenc
         count: How many envs there are at most.
         name: Of the call, for messages.
     """
-    cuts = tuple(slice(place, place + 1) for place in range(count))
+    cuts = tuple(slice(index, index + 1) for index in range(count))
     shape = space.shape or ()
     kinds = "" if type(space) not in _SOLID else "iub" if type(space) is spaces.Discrete else "iubfc"
 
@@ -352,7 +352,7 @@ class Rows:
     def __init__(self, space: Space, count: int, *, copy: bool) -> None:
         self._space, self._count = space, count
         self._has_rows = has_rows(space)
-        self._places = range(len(leaf_spaces(space)) if self._has_rows else 0)
+        self._leaf_indexes = range(len(leaf_spaces(space)) if self._has_rows else 0)
         self._gather = _gatherer(space, count, copy=copy)
         self._unset, self._no_ends = bytes(2 * count), np.zeros(count, np.bool_)
         self._turn = 0
@@ -392,9 +392,9 @@ class Rows:
     def some(self, replies: Sequence[RowsReply]) -> Any:
         """Return the batch of the observations in some replies, in new arrays."""
         if not self._has_rows:
-            seen = [one for reply in replies for one in loose_of(reply)]
+            seen = [one for reply in replies for one in listed_observations(reply)]
             return batch_of(self._space, [_blank(self._space) if one is None else one for one in seen])
-        leaves = [np.concatenate([reply.leaves[place] for reply in replies]) for place in self._places]
+        leaves = [np.concatenate([reply.leaves[index] for reply in replies]) for index in self._leaf_indexes]
         return nested(self._space, leaves)
 
     def _turn_of(self, key: Any) -> int:
@@ -404,14 +404,14 @@ class Rows:
 
     def _views(self, replies: Sequence[RowsReply]) -> tuple[list[int], list[Any], list[Any], list[Any]]:
         """Return views of what the workers answered: of each leaf, of rewards and of flags; and whose they are."""
-        leaves = [[reply.leaves[place].data for reply in replies] for place in self._places]
+        leaves = [[reply.leaves[index].data for reply in replies] for index in self._leaf_indexes]
         flags = [reply.terminated.data for reply in replies] + [reply.truncated.data for reply in replies]
         return [id(reply.rewards) for reply in replies], leaves, [reply.rewards.data for reply in replies], flags
 
     def row(self, reply: RowsReply, slot: int) -> Any:
         """Return the observation of one slot of a worker."""
         if not self._has_rows:
-            return loose_of(reply)[slot]
+            return listed_observations(reply)[slot]
         return nested(self._space, [row_of(leaf, slot) for leaf in reply.leaves])
 
 
@@ -419,19 +419,19 @@ def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsR
     """Return the function that makes the batch of observations, given replies, views of their leaves, and the turn."""
     if not has_rows(space):
 
-        def gather_loose(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
-            loose = [_blank(space) if one is None else one for reply in replies for one in loose_of(reply)]
-            return batch_of(space, loose)
+        def gather_listed(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
+            listed = [_blank(space) if one is None else one for reply in replies for one in listed_observations(reply)]
+            return batch_of(space, listed)
 
-        return gather_loose
+        return gather_listed
     shapes = [((count, *leaf.shape), leaf.dtype) for leaf in leaf_spaces(space)]
     if not copy:
         sets = [[np.zeros(*shape) for shape in shapes] for _ in (0, 1)]
 
         def gather_in_turn(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
             arrays = sets[turn]
-            for place, whole in enumerate(arrays):
-                np.concatenate([reply.leaves[place] for reply in replies], out=whole)
+            for index, whole in enumerate(arrays):
+                np.concatenate([reply.leaves[index] for reply in replies], out=whole)
             return nested(space, arrays)
 
         return gather_in_turn
@@ -454,7 +454,7 @@ def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsR
     return lambda replies, views, turn: np.ndarray(shape, dtype, bytearray().join(views[0]))
 
 
-def loose_of(reply: RowsReply) -> Sequence[Any]:
+def listed_observations(reply: RowsReply) -> Sequence[Any]:
     """Return the newest observation of each slot, where observations have no rows."""
     return reply.extras.observations or () if reply.extras is not None else ()
 

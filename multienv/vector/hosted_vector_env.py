@@ -17,7 +17,7 @@ from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from multienv.asking.endless import Ready
+from multienv.asking.endless import Result
 from multienv.asking.fanout import FanOut, Round
 from multienv.asking.stream import OwnPace, Stream
 from multienv.envs.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
@@ -357,7 +357,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if error is not None:
             return error
 
-        def told(infos: Any) -> Any:
+        def with_resumed(infos: Any) -> Any:
             for index in range(self.num_envs if current.resumed else 0):
                 if isinstance(infos, list):
                     infos[index]["multienv"] = {**infos[index].get("multienv", {}), "resumed": True}
@@ -368,8 +368,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._with_infos(  # type: ignore[no-any-return]
             "step",
             lambda infos: (*self._rows.batch(current.answers, current), infos),
-            lambda: told(self._infos(current.answers)),
-            lambda: told(self._listed_infos(current.answers)),
+            lambda: with_resumed(self._infos(current.answers)),
+            lambda: with_resumed(self._listed_infos(current.answers)),
         )
 
     def _with_infos(
@@ -447,7 +447,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             )
         if envs:
             parts = self._cut(actions, envs)
-            stream.give("step", {env: parts[place] for place, env in enumerate(envs)}, parts)
+            stream.give("step", {env: parts[index] for index, env in enumerate(envs)}, parts)
 
     def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> Some:
         """Wait for the first ``k`` envs that are ready, among those that :meth:`send` or ``reset_async`` has sent to.
@@ -508,14 +508,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise outcome
         return outcome  # type: ignore[no-any-return]
 
-    def _merged(self, results: Sequence[Ready]) -> dict[str, Any]:
+    def _merged(self, results: Sequence[Result]) -> dict[str, Any]:
         if not any(one.answer.extras for one in results):
             return {}
         if self._infos_of_some.num_envs != len(results):
             self._infos_of_some = InfosOfSome(len(results))
         return self._infos_of_some.merged(results)
 
-    def _error_of_some(self, envs: Sequence[int], results: Sequence[Ready]) -> EnvsFailedError | None:
+    def _error_of_some(self, envs: Sequence[int], results: Sequence[Result]) -> EnvsFailedError | None:
         """Return the error for what has failed, with what the others of these envs returned."""
         failures = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
         if any(type(error) is ClosedError for error in failures.values()):
@@ -530,12 +530,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended)
         return _collect("recv", failures, returned, *advice_after("step", self.autoreset_mode))
 
-    def _has_episode(self, env: int, ready: Ready) -> bool:
+    def _has_episode(self, env: int, result: Result) -> bool:
         """Tell whether an env has an episode after what has come of its request."""
-        if ready.error is not None:
-            return bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(ready.error))
-        is_over = self._is_disabled and (ready.answer.terminated[0] or ready.answer.truncated[0])
-        return ready.name == "reset" or not is_over
+        if result.error is not None:
+            return bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(result.error))
+        is_over = self._is_disabled and (result.answer.terminated[0] or result.answer.truncated[0])
+        return result.name == "reset" or not is_over
 
     # --- many steps -------------------------------------------------------------------------------
 
@@ -924,9 +924,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 "envs_per_worker the number that the first trainer had."
             )
         calls = [partial(worker.load_state_dict, one) for worker, one in zip(self._workers, found[0], strict=True)]
-        told = "The envs of the others want a reset; those of these are as they were before."
+        advice = "The envs of the others want a reset; those of these are as they were before."
         try:
-            self._each("load_state_dict", calls, told)
+            self._each("load_state_dict", calls, advice)
         except EnvsFailedError as error:
             for rows in self._slices:
                 self._begun[rows] &= rows.start in error.failures
@@ -938,14 +938,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._begun[:] = begun
         self._all_begun = bool(self._begun.all())
 
-    def _each(self, name: str, calls: Sequence[Callable[[], Any]], *told: str) -> list[Any]:
+    def _each(self, name: str, calls: Sequence[Callable[[], Any]], *advice: str) -> list[Any]:
         """Make blocking calls of workers side by side; EnvsFailedError if some raise."""
         self._settle(name)
         current = self._fanout.call_each(name, calls)
         self._fanout.finish()
         if current.failures:
             failures = {self._slices[worker].start: error for worker, error in current.failures.items()}
-            raise _collect(name, failures, current.answers, "Of each worker the first env is named.", *told)
+            raise _collect(name, failures, current.answers, "Of each worker the first env is named.", *advice)
         return current.answers
 
     # --- which call may be made -------------------------------------------------------------------
@@ -1025,8 +1025,8 @@ def _infos_at(replies: Sequence[RolloutReply], step: int) -> list[RowsReply]:
     return [RowsReply([], _NOTHING, _NOTHING, _NOTHING, one) for one in extras]
 
 
-def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], *told: str) -> EnvsFailedError:
-    error = EnvsFailedError.collect(f"{name}()", failures, results, *told)
+def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], *advice: str) -> EnvsFailedError:
+    error = EnvsFailedError.collect(f"{name}()", failures, results, *advice)
     assert isinstance(error, EnvsFailedError)
     return error
 

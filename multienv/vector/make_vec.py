@@ -99,9 +99,9 @@ def make_vec(
         env_fns = [partial(_build, each, kwargs, wrappers) for each in makes]
     envs = _FACES[vectorization](env_fns, **vector_kwargs)
     if spec is not None:
-        told = (num_envs, vectorization, vector_kwargs, wrappers)
+        ours = (num_envs, vectorization, vector_kwargs, wrappers)
         envs.spec = copy.deepcopy(spec)
-        envs.spec.kwargs = kwargs | {name: value for name, value in zip(_OWN, told, strict=True) if value}
+        envs.spec.kwargs = kwargs | {name: value for name, value in zip(_OWN, ours, strict=True) if value}
     return envs
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from multienv.asking.endless import Noted, Ready
-from multienv.vector.batching import Array, Rows, joined, loose_of
+from multienv.asking.endless import NamedRequest, Result
+from multienv.vector.batching import Array, Rows, joined, listed_observations
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
 from multienv.wire.messages import Reset
@@ -40,7 +40,7 @@ class SharedWorkers:
         """Return the worker that has an env."""
         return self._members[env]
 
-    def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:
+    def due(self, member: int, given: Mapping[int, NamedRequest]) -> NamedRequest | None:
         """Return the request to a worker that is free; ``None`` if there is none, or an env lacks its action."""
         envs = self._envs[member]
         first = given.get(envs.start)
@@ -51,29 +51,30 @@ class SharedWorkers:
         if any(resets):
             seeds, options = zip(*[one or (None, None) for one in resets], strict=True)
             touched = tuple(one is not None for one in resets)
-            return Noted("reset", Reset(seeds, options, None if all(touched) else touched))
+            return NamedRequest("reset", Reset(seeds, options, None if all(touched) else touched))
         actions = [one.content for one in found if one is not None]
-        return Noted("step", joined(self._space, actions)) if len(actions) == len(envs) else None
+        return NamedRequest("step", joined(self._space, actions)) if len(actions) == len(envs) else None
 
-    def envs(self, member: int, noted: Noted) -> Iterable[int]:
+    def envs(self, member: int, request: NamedRequest) -> Iterable[int]:
         """Return the envs of a worker that a request concerns."""
-        envs, message = self._envs[member], noted.content
-        return envs if noted.name == "step" else [env for slot, env in enumerate(envs) if message.touches(slot)]
+        envs, message = self._envs[member], request.content
+        return envs if request.name == "step" else [env for slot, env in enumerate(envs) if message.touches(slot)]
 
     def results(
-        self, member: int, noted: Noted, answer: Any, failure: BaseException | None
-    ) -> Iterable[tuple[int, Ready]]:
+        self, member: int, request: NamedRequest, answer: Any, failure: BaseException | None
+    ) -> Iterable[tuple[int, Result]]:
         """Return what came of a request for each of its envs."""
         envs = self._envs[member]
-        if len(envs) == 1 and failure is None and noted.name == "step":
-            return ((envs.start, Ready("step", answer, answer.errors.get(0) if answer.errors else None)),)
-        touched = self.envs(member, noted)
+        if len(envs) == 1 and failure is None and request.name == "step":
+            return ((envs.start, Result("step", answer, answer.errors.get(0) if answer.errors else None)),)
+        touched = self.envs(member, request)
         if failure is not None:
-            return [(env, Ready(noted.name, None, failure)) for env in touched]
+            return [(env, Result(request.name, None, failure)) for env in touched]
         # Of one env alone nothing is asked before the caller has had this.
         replies = [answer] if len(envs) == 1 else _one_each(answer)
         return [
-            (env, Ready(noted.name, replies[env - envs.start], answer.errors.get(env - envs.start))) for env in touched
+            (env, Result(request.name, replies[env - envs.start], answer.errors.get(env - envs.start)))
+            for env in touched
         ]
 
 
@@ -84,14 +85,14 @@ def _one_each(reply: RowsReply) -> list[RowsReply]:
     for slot in range(len(reply.rewards)):
         row = slice(slot, slot + 1)
         rewards, terminated, truncated = (one[row].copy() for one in (reply.rewards, reply.terminated, reply.truncated))
-        loose = loose_of(reply)
-        extras = Extras([(0, infos[slot])] if slot in infos else [], {}, [loose[slot]] if loose else None)
+        listed = listed_observations(reply)
+        extras = Extras([(0, infos[slot])] if slot in infos else [], {}, [listed[slot]] if listed else None)
         leaves = [leaf[row].copy() for leaf in reply.leaves]
         found.append(RowsReply(leaves, rewards, terminated, truncated, extras))
     return found
 
 
-def rows_of(results: Sequence[Ready], rows: Rows) -> tuple[Any, Array, Array, Array]:
+def rows_of(results: Sequence[Result], rows: Rows) -> tuple[Any, Array, Array, Array]:
     """Return observations, rewards, terminations and truncations of some envs, in new arrays."""
     replies, join = [one.answer for one in results], np.concatenate
     rewards = join([reply.rewards for reply in replies])
@@ -104,7 +105,7 @@ def rows_of(results: Sequence[Ready], rows: Rows) -> tuple[Any, Array, Array, Ar
     return rows.some(replies), rewards, terminated, truncated
 
 
-def infos_of(results: Sequence[Ready]) -> list[dict[str, Any]]:
+def infos_of(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return the info of each of some envs."""
     every = [one.answer.extras for one in results]
     return [{} if extras is None else next(iter(extras.infos), (0, {}))[1] for extras in every]
@@ -121,12 +122,12 @@ class InfosOfSome(VectorEnv[Any, Any, Any]):
         self.num_envs, self.closed = count, True
         self._merger = InfoMerger(count)
 
-    def merged(self, results: Sequence[Ready]) -> dict[str, Any]:
+    def merged(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return the infos of some envs in one dict."""
         parts = [one.answer.extras for one in results]
         infos = None if None in parts else self._merger.merged([extras.infos for extras in parts])
         if infos is None:
             infos = {}
-            for place, info in enumerate(infos_of(results)):
-                infos = self._add_info(infos, info, place)
+            for index, info in enumerate(infos_of(results)):
+                infos = self._add_info(infos, info, index)
         return infos

@@ -83,7 +83,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         if worker is not None:
             raise UsageError(
                 "A custom `worker` runs AsyncVectorEnv's own protocol; here multienv's worker hosts the envs, or they "
-                "could not be brought back. Leave it out, and put what it does into env_fn or a wrapper."
+                "could not be recovered. Leave it out, and put what it does into env_fn or a wrapper."
             )
         sizes = deal(len(self.env_fns), envs_per_worker, busy_cores(), max_concurrency)
         self._owner = os.getpid()

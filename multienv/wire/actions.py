@@ -19,7 +19,7 @@ from gymnasium import spaces
 
 from multienv.errors import ActionError
 from multienv.wire.banks import HEAD, STEP, STEPPED, U32
-from multienv.wire.messages import dumps, foreign
+from multienv.wire.messages import call_user_code, dumps
 
 if TYPE_CHECKING:
     from multienv.wire.segment import Segment
@@ -88,7 +88,7 @@ def action_encoder(space: spaces.Space[Any], segment: Segment, check: Callable[[
 def _integer_encoder(check: Callable[[Any], str], segment: Segment) -> Encode:
     int64, least, most = np.int64, -(2**63), 2**63 - 1
     heads = [bank.head for bank in segment.banks]
-    places = [bank.view[HEAD.size : HEAD.size + 8].cast("q") for bank in segment.banks]
+    values = [bank.view[HEAD.size : HEAD.size + 8].cast("q") for bank in segment.banks]
 
     def encode(number: int, action: Any) -> None:
         kind = type(action)
@@ -96,7 +96,7 @@ def _integer_encoder(check: Callable[[Any], str], segment: Segment) -> Encode:
             side = number & 1
             head = heads[side]
             head[0], head[1] = INT_STEP if kind is int else INT64_STEP, number & U32
-            places[side][0] = action
+            values[side][0] = action
         else:
             _encode_any(check, segment, number, action)
 
@@ -108,19 +108,19 @@ def _array_encoder(space: spaces.Space[Any], check: Callable[[Any], str], segmen
     heads, views = [bank.head for bank in segment.banks], [bank.view for bank in segment.banks]
     assert shape is not None
     # For each dtype the head of a step, and the array over the actions in either bank.
-    places = {
+    targets = {
         dtype: (_step_head(ARRAY + index), [ndarray(shape, dtype, view, HEAD.size) for view in views])
         for index, dtype in enumerate(DTYPES)
     }
     last = np.dtype(np.float32)
-    step, arrays = places[last]
+    step, arrays = targets[last]
 
     def encode(number: int, action: Any) -> None:
         nonlocal last, step, arrays
         if type(action) is ndarray and action.shape == shape:
             # Looked up when it changes: to hash a dtype takes as long as to copy a few actions.
-            if action.dtype is not last and action.dtype in places:
-                last, (step, arrays) = action.dtype, places[action.dtype]
+            if action.dtype is not last and action.dtype in targets:
+                last, (step, arrays) = action.dtype, targets[action.dtype]
             if action.dtype is last:
                 side = number & 1
                 head = heads[side]
@@ -139,23 +139,23 @@ def _encode_any(check: Callable[[Any], str], segment: Segment, number: int, acti
             f"The action {shown(action)} cannot be {what}: {shown(error)}. Nothing was sent."
         )
 
-    problem = foreign(lambda: check(action), refused("looked at"))
+    problem = call_user_code(lambda: check(action), refused("looked at"))
     if problem:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
-    payload = foreign(lambda: dumps(action), refused("pickled"))
+    payload = call_user_code(lambda: dumps(action), refused("pickled"))
     segment.write_request_payload(number, payload)
     HEAD.pack_into(segment.banks[number & 1].view, 0, STEP, PICKLED, STEPPED, 0, 0, number & U32, 0)
 
 
 def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:
-    """Return the function that takes the action out of a bank, as a value of the env's own."""
+    """Return the function that reads the action out of a bank, as a copy that the env may keep."""
     unpack_integer, int64 = _INTEGER.unpack_from, np.int64
     views = [bank.view for bank in segment.banks]
-    places: dict[int, list[np.ndarray[Any, Any]]] = {}
+    arrays: dict[int, list[np.ndarray[Any, Any]]] = {}
     if type(space) in _ARRAYS:
         assert space.shape is not None
         for index, dtype in enumerate(DTYPES):
-            places[ARRAY + index] = [np.ndarray(space.shape, dtype, view, HEAD.size) for view in views]
+            arrays[ARRAY + index] = [np.ndarray(space.shape, dtype, view, HEAD.size) for view in views]
 
     def decode(number: int, tag: int) -> Any:
         if tag == INT:
@@ -163,7 +163,7 @@ def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:
         if tag == INT64:
             return int64(unpack_integer(views[number & 1], HEAD.size)[0])
         if tag >= ARRAY:
-            return places[tag][number & 1].copy()
+            return arrays[tag][number & 1].copy()
         try:
             return pickle.loads(segment.read_request_payload(number))
         except Exception as error:
@@ -175,7 +175,7 @@ def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:
 
 
 def misfit(space: spaces.Space[Any], action: Any) -> str:
-    """Tell why the action cannot be one of ``space``: structure, shape, no integer of 64 bits; else ``""``.
+    """Return why an action cannot be one of ``space``: structure, shape, no integer of 64 bits; else ``""``.
 
     Bounds are the env's to judge, as in gymnasium: many envs clip.
     """
@@ -218,7 +218,7 @@ def own_copy(action: Any, name: str) -> Any:
         action: Of one env, or of several.
         name: Of the call, for messages.
     """
-    return foreign(
+    return call_user_code(
         lambda: copy.deepcopy(action),
         lambda error: ActionError(
             f"{name}: the action {shown(action)} cannot be copied: {shown(error)}. Nothing was sent."
@@ -230,5 +230,5 @@ def shown(value: object) -> str:
     """Return a short text of a value whose own code may raise."""
     try:
         return f"{value!r:.200}"
-    except Exception:  # foreign code
+    except Exception:  # code of the user
         return f"<a {type(value).__name__}>"

@@ -2,7 +2,7 @@
 
 ::
 
-    head      16  kind, action tag, reply kind, flags, reward tag | request number, bytes of the irregular part
+    head      16  kind, action tag, reply kind, flags, reward tag | request number, bytes of the pickled part
     actions       of all slots
     skipped    n   1: this slot takes no part in the request; 2: nor does its next episode begin in it
     rewards   8n  float64
@@ -14,8 +14,10 @@
 
 A journal entry is this record, alone for a plain step. Any other request has behind it what its payload said:
 ``EXTRAS`` (two lengths), the payload of the request, and the evidence of what does not fit into the bank: a digest for
-each slot. The value itself travels pickled behind this evidence, with which the payload of a reply begins: both are
-the *irregular part*. Of a message whose reply has no rows the head alone is kept of the record.
+each slot. Of a message whose reply has no rows the head alone is kept of the record.
+
+What an env returns may not fit its row of the bank. It then travels as a *pickled row* in the payload of the reply. The
+payload begins with the *pickled part*: the evidence, and behind it the pickled rows.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from typing import Any
 
 import numpy as np
 
-# kind, action tag, reply kind, flags, reward tag | number, irregular part
+# kind, action tag, reply kind, flags, reward tag | number, pickled part
 HEAD = struct.Struct("<BBBBBxxxII")
 # A head holds the lower half of a number; the words of the segment hold all of it.
 U32 = 0xFFFF_FFFF
 EXTRAS = struct.Struct("<II")
-NUMBER_AT, IRREGULAR_AT = 8, 12
+NUMBER_AT, PICKLED_AT = 8, 12
 LENGTH = struct.Struct("<I")
 
 # Kinds of request.
@@ -55,7 +57,7 @@ FAILED = 18  # the payload is a pickled Failure: nothing, or not all, was done
 # Flags of a reply.
 ENDED = 1  # some slot has terminated or truncated
 RAISED = 2  # some slot has failed
-IRREGULAR = 4  # observations (and the reward of a single env) are in the payload: the irregular part at its beginning
+PICKLED_ROWS = 4  # some rows do not fit into the bank: they are pickled, in the pickled part of the payload
 
 # Bytes that Python takes for an entry of a journal beside the entry itself: two objects, and a place in a dict.
 OVERHEAD = 128
@@ -125,7 +127,7 @@ class BankLayout:
         put("finals", finals)
         put("shown", shown)
         put("end", end)
-        put("leaves", tuple(start + sum(widths[:place]) for place in range(len(widths))))
+        put("leaves", tuple(start + sum(widths[:index]) for index in range(len(widths))))
         put("size", _aligned(start + sum(widths) if digested else end, _LINE))
         put("is_digested", digested)
 
@@ -140,7 +142,7 @@ class Bank:
     Attributes:
         view: All of the bank.
         record: The part that is journalled.
-        head: The head as two integers: kind, action tag, reply kind, flags, reward tag; number, irregular part.
+        head: The head as two integers: kind, action tag, reply kind, flags, reward tag; number, pickled part.
         skipped, rewards, terminated, truncated, failed: One value for each slot.
         digests: One integer for each slot, where observations are digested.
         finals: One integer for each slot, where a step may end an episode and begin the next one.
@@ -175,10 +177,10 @@ class Bank:
         self.finals = array(layout.finals, np.uint64) if layout.has_finals else None
         self.digests = array(layout.shown, np.uint64) if layout.is_digested else None
 
-    def leaf(self, place: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    def leaf(self, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return the array of one leaf of the observation, a row for each slot."""
         count = self.layout.slots * math.prod(shape)
-        found: Array = np.frombuffer(self.view, dtype, count, self.layout.leaves[place])
+        found: Array = np.frombuffer(self.view, dtype, count, self.layout.leaves[index])
         return found.reshape((self.layout.slots, *shape))
 
 
@@ -221,7 +223,7 @@ def entry_of(bank: Bank, request_payload: bytes, evidence: bytes) -> bytes:
     Args:
         bank: Holds both.
         request_payload: What the request carries beside it.
-        evidence: Of what the reply carries beside it in the place of observations; ``b""``: nothing.
+        evidence: Of what the reply carries beside it instead of observations; ``b""``: nothing.
     """
     record, layout = bank.record, bank.layout
     tag, reply_kind, flags = record[1:4]
@@ -233,24 +235,24 @@ def entry_of(bank: Bank, request_payload: bytes, evidence: bytes) -> bytes:
         bytes(record[layout.skipped : layout.rewards]) if tag & SKIPPED else bytes(layout.rewards - layout.skipped),
         bytes(record[layout.rewards : layout.shown]) if reply_kind == STEPPED else bytes(layout.shown - layout.rewards),
         bytes(record[layout.shown :])
-        if reply_kind == STEPPED and not flags & IRREGULAR
+        if reply_kind == STEPPED and not flags & PICKLED_ROWS
         else bytes(layout.end - layout.shown),
     ]
     head = bytearray(parts[0])
-    LENGTH.pack_into(head, IRREGULAR_AT, len(evidence))
+    LENGTH.pack_into(head, PICKLED_AT, len(evidence))
     return Entry(bytes(head) + b"".join(parts[1:]), request_payload, evidence).packed()
 
 
-def pack_irregular(evidence: bytes, irregular: bytes) -> bytes:
-    """Return the irregular part of a payload, with which it begins; ``b""`` if there is none."""
-    return LENGTH.pack(len(evidence)) + evidence + irregular if evidence else b""
+def pack_pickled_rows(evidence: bytes, pickled_rows: bytes) -> bytes:
+    """Return the pickled part of a payload, with which it begins; ``b""`` if there is none."""
+    return LENGTH.pack(len(evidence)) + evidence + pickled_rows if evidence else b""
 
 
 def is_plain(record: bytes | memoryview, start: int = 0) -> bool:
     """Tell whether an entry is a step, or a reset, without payload: its length is that of the record."""
     kind, tag, reply_kind, flags = record[start : start + 4]
     is_laid_out = kind == BEGIN or (kind == STEP and tag & ~SKIPPED != 0)
-    return is_laid_out and reply_kind == STEPPED and not flags & IRREGULAR
+    return is_laid_out and reply_kind == STEPPED and not flags & PICKLED_ROWS
 
 
 def _is_head_alone(record: bytes) -> bool:
@@ -264,22 +266,22 @@ def split_entries(data: bytes | bytearray | memoryview, end: int) -> Iterator[En
     Raises:
         ValueError: The last entry is cut short.
     """
-    place, stop = 0, len(data)
-    while place < stop:
-        record = bytes(data[place : place + end])
+    offset, stop = 0, len(data)
+    while offset < stop:
+        record = bytes(data[offset : offset + end])
         if is_plain(record):
-            place += end
+            offset += end
             yield Entry(record)
             continue
         if _is_head_alone(record):
             record = record[: HEAD.size] + bytes(end - HEAD.size)
-            place += HEAD.size
+            offset += HEAD.size
         else:
-            place += end
-        request, evidence = EXTRAS.unpack_from(data, place)
-        place += EXTRAS.size
-        middle, end_of_entry = place + request, place + request + evidence
-        yield Entry(record, bytes(data[place:middle]), bytes(data[middle:end_of_entry]))
-        place = end_of_entry
-    if place != stop:
+            offset += end
+        request, evidence = EXTRAS.unpack_from(data, offset)
+        offset += EXTRAS.size
+        middle, end_of_entry = offset + request, offset + request + evidence
+        yield Entry(record, bytes(data[offset:middle]), bytes(data[middle:end_of_entry]))
+        offset = end_of_entry
+    if offset != stop:
         raise ValueError("the last request is cut short")

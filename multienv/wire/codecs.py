@@ -1,6 +1,7 @@
-"""The trainer's half of a step: how actions get into a bank, and what is read out of it.
+"""The trainer's half of a step: write actions into a bank, and read replies out of it.
 
-Several envs become rows of a batch. Of a single env, a batch of one, the values arrive to the bit as it returned them.
+The replies of several envs are rows of a batch. A single env is a batch of one whose values arrive bit for bit as it
+returned them.
 The worker's half is in ``worker/``; both halves take the layout of the banks from :func:`layout_of_envs`.
 """
 
@@ -17,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
 from multienv.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
-from multienv.wire.banks import IRREGULAR_AT, LENGTH, BankLayout
+from multienv.wire.banks import LENGTH, PICKLED_AT, BankLayout
 from multienv.wire.infos import Extras, numbers_in
 from multienv.wire.layout import layout_of
 from multienv.wire.messages import Description
@@ -25,7 +26,7 @@ from multienv.wire.rows import Array, has_rows, leaf_arrays, nested, row_bytes, 
 from multienv.wire.segment import REPLY_PAYLOAD, Segment
 
 # The reward of a single env keeps its type, by a tag in the head. A float64 holds integers exactly up to 2**53; what
-# does not fit makes the reply irregular.
+# does not fit makes a pickled row.
 REWARD_TYPES: tuple[type, ...] = (float, np.float64, np.float32, int, np.int64, bool)
 REWARD_TAGS = {kind: tag for tag, kind in enumerate(REWARD_TYPES)}
 INTEGER_REWARDS = 3  # from this tag on
@@ -56,7 +57,7 @@ def layout_of_envs(
 
 @dataclass(slots=True)
 class RowsReply:
-    """What a worker with several envs answered: arrays over its bank, whole until the request after the next.
+    """The reply of a worker with several envs: arrays over its bank, which is written again two requests later.
 
     Attributes:
         leaves: For each leaf of the observation space an array with a row for each slot; empty where observations
@@ -74,21 +75,21 @@ class RowsReply:
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def with_extras(self, extras: Extras) -> RowsReply:
-        """Return the same rows with what else was answered."""
+        """Return the same rows with these extras."""
         return RowsReply(self.leaves, self.rewards, self.terminated, self.truncated, extras)
 
 
 class ReplyPayload(NamedTuple):
-    """Holds the payload of a reply, taken apart.
+    """Holds the parts of the payload of a reply.
 
     Attributes:
-        evidence: Of the irregular part, a digest for each slot, packed.
-        irregular: What does not fit into the bank, pickled.
+        evidence: A digest of each pickled row, packed.
+        pickled: The list of the pickled rows, itself pickled.
         rest: Infos and other extras.
     """
 
     evidence: bytes = b""
-    irregular: bytes = b""
+    pickled: bytes = b""
     rest: bytes = b""
 
 
@@ -97,7 +98,7 @@ def payload_of(segment: Segment, number: int) -> ReplyPayload:
     if not segment.words[REPLY_PAYLOAD + (number & 1)]:
         return ReplyPayload()
     payload = segment.read_reply_payload(number)
-    (end,) = LENGTH.unpack_from(segment.banks[number & 1].view, IRREGULAR_AT)
+    (end,) = LENGTH.unpack_from(segment.banks[number & 1].view, PICKLED_AT)
     if not end:
         return ReplyPayload(rest=payload)
     middle = LENGTH.size + LENGTH.unpack_from(payload)[0]
@@ -179,23 +180,25 @@ class Codec:
             return [np.ndarray(space.shape, space.dtype, bank.view, start).copy for bank in segment.banks]
         return [partial(self.observation, segment, side) for side in (0, 1)]
 
-    def observation(self, segment: Segment, number: int, told: bytes | None = None) -> Any:
+    def observation(self, segment: Segment, number: int, pickled_row: bytes | None = None) -> Any:
         """Return the observation of a single env in the reply to ``number``.
 
         Args:
             segment: With the bank.
             number: Of the request.
-            told: What has no place in the bank, pickled; ``None``: all has one.
+            pickled_row: What the env returned, pickled, if it does not fit the bank; else ``None``.
         """
-        if told is not None:
-            return pickle.loads(told)[0]
+        if pickled_row is not None:
+            return pickle.loads(pickled_row)[0]
         bank = segment.banks[number & 1]
         return None if self._verbatim is None else self._verbatim.read(bank.view, bank.layout.leaves[0])
 
-    def transition(self, segment: Segment, number: int, told: bytes | None = None) -> tuple[Any, Any, bool, bool]:
+    def transition(
+        self, segment: Segment, number: int, pickled_row: bytes | None = None
+    ) -> tuple[Any, Any, bool, bool]:
         """Return observation, reward, terminated and truncated of a single env; arguments as of :meth:`observation`."""
-        if told is not None:
-            whole: tuple[Any, Any, bool, bool] = pickle.loads(told)
+        if pickled_row is not None:
+            whole: tuple[Any, Any, bool, bool] = pickle.loads(pickled_row)
             return whole
         bank = segment.banks[number & 1]
         tag, number_of_reward = bank.view[4], bank.rewards[0].item()

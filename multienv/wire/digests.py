@@ -4,8 +4,8 @@ The digest of memory is one number of 64 bits. It is a sum over words of 8 bytes
 its place and multiplied, half by half, as NH does (Black et al., "UMAC: Fast and Secure Message Authentication", 1999;
 XXH3 is built on it). ``_native.c`` computes the same at the speed of memory; this module is the reference.
 
-The digest of a value that has no fixed layout has 16 bytes. Containers are walked, arrays go by their memory. What
-cannot be walked goes by its pickle, if the value pickles twice to the same bytes.
+The digest of a value without a fixed layout has 16 bytes. It is computed of the items of containers and of the memory
+of arrays; of any other value it is computed of its pickle, if the value pickles twice to the same bytes.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def _mixed(words: Array) -> Array:
 
 _KEYS = _mixed(np.arange(1, _WORDS + 1, dtype=np.uint64) * _STEP)
 
-# Begins what stands in the place of a digest for a value that cannot be compared; the name of its type follows.
+# A value that cannot be compared has these bytes instead of a digest, and behind them the name of its type.
 MARK = b"no bytes"
 _DIGEST_BYTES = 16
-# Bytes of an array from which on it goes by the digest of its memory.
+# Arrays of at least so many bytes are represented by the digest of their memory.
 _LONG = 1024
 _NUMBERS = "?bBhHiIlLqQefd"  # characters of the types of which all bytes count
 _LONG_DOUBLE = 10  # bytes of an extended number on x86
@@ -114,7 +114,7 @@ def digest_of_memory(memory: Array) -> int:
 
 
 class IncomparableError(Exception):
-    """Raised for a value of which no copy can be told from another one; its argument is the name of its type."""
+    """Raised for a value that cannot be compared with a copy of it; the argument is the name of its type."""
 
 
 def evidence_of(value: Any) -> bytes:
@@ -123,15 +123,15 @@ def evidence_of(value: Any) -> bytes:
     Equal digests mean equal types, order, shapes and bits. NaN equals NaN.
     """
     if type(value) is np.ndarray and value.dtype.char in _NUMBERS and value.nbytes < _LONG:  # most are
-        told = f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
-        return blake2b(told, digest_size=_DIGEST_BYTES).digest()
+        described = f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
+        return blake2b(described, digest_size=_DIGEST_BYTES).digest()
     # If the walk raises, or does not end because the value holds itself, the value goes by its pickle.
     for parts in (_parts_of, _pickled_parts_of):
         try:
             return blake2b(b"".join(parts(value)), digest_size=_DIGEST_BYTES).digest()
         except IncomparableError as error:
             return MARK + str(error).encode()[:_NAME_BYTES]
-        except Exception:  # noqa: S112 - foreign code
+        except Exception:  # noqa: S112 - code of the user
             continue
     return MARK + type(value).__name__.encode()[:_NAME_BYTES]
 
@@ -222,7 +222,7 @@ def _pickled_parts_of(value: Any) -> Iterator[bytes]:
     """Yield the pickle of a value if that is the same twice; raise :class:`IncomparableError` if it is not."""
     try:
         one, other = dumps(value), dumps(value)
-    except Exception as error:  # foreign code
+    except Exception as error:  # code of the user
         raise IncomparableError(type(value).__name__) from error
     if one != other:
         raise IncomparableError(type(value).__name__)
@@ -260,9 +260,9 @@ def pack_evidence(slots: Sequence[bytes]) -> bytes:
 
 def unpack_evidence(packed: bytes) -> list[bytes]:
     """Return the evidence of each slot."""
-    found, place = [], 0
-    while place < len(packed):
-        end = place + 1 + packed[place]
-        found.append(packed[place + 1 : end])
-        place = end
+    found, offset = [], 0
+    while offset < len(packed):
+        end = offset + 1 + packed[offset]
+        found.append(packed[offset + 1 : end])
+        offset = end
     return found

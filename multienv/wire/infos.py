@@ -1,9 +1,9 @@
 """What a reply carries beside its rows: infos, failures, states of generators.
 
-Infos of numbers travel as numbers: to pickle and merge those of HalfCheetah takes as long as two of its steps.
-Names and types of the columns go with them, so that a reply can be read whatever was read before it. All else is
-pickled, each slot's info by itself, while the slot is marked: an info that cannot be pickled, or that kills the
-process, costs its own env alone.
+Infos that hold only numbers travel as numbers: to pickle and merge those of HalfCheetah takes as long as two of its
+steps. Names and types of the columns travel with them, so each reply can be read by itself. Any other info is pickled,
+each slot's by itself, while the slot is marked as being called. So an info that cannot be pickled, or that kills the
+process, is blamed on its own env alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from multienv.wire.messages import Failure, foreign
+from multienv.wire.messages import Failure, call_user_code
 
 # First byte of infos that are numbers. Pickles begin with 0x80.
 _NUMBERS = 1
@@ -70,7 +70,7 @@ NO_COLUMNS = Columns((), ())
 
 
 class NumberInfos:
-    """Slot and info of all slots, unpacked only when gone through.
+    """Holds the infos of all slots as numbers; iterating unpacks them.
 
     Attributes:
         columns: What the infos have in common; the same object for infos of the same keys and types.
@@ -123,8 +123,8 @@ class InfoPacker:
         slots: Number of envs.
 
     Attributes:
-        columns: Of the last ones names, types, a format of struct for each, and what stands before the numbers;
-            ``None``: there were none.
+        columns: Names, types and struct formats of the last infos, and the bytes that precede the numbers; ``None``:
+            there were none.
     """
 
     def __init__(self, slots: int) -> None:
@@ -138,7 +138,7 @@ class InfoPacker:
         """Pack infos as numbers; ``b""`` unless all slots have numbers of the same names and types."""
         if len(infos) != self._slots or any(type(info) is bytes for _, info in infos):  # pickled already
             return b""
-        try:  # keys, values and types may be foreign
+        try:  # keys, values and types may be the user's
             dicts = [info for _, info in infos]
             keys = list(chain.from_iterable(dicts))
             values = list(chain.from_iterable([info.values() for info in dicts]))
@@ -189,7 +189,7 @@ def pack_extras(
 
 
 class Illegible(Exception):  # noqa: N818 - internal
-    """What the env returned was pickled and cannot be unpickled here."""
+    """Raised when what the env returned cannot be unpickled in this process."""
 
 
 @lru_cache(maxsize=256)
@@ -213,14 +213,14 @@ def unpack_extras(payload: bytes, start: int = 0) -> tuple[Extras, dict[int, Exc
     illegible: dict[int, Exception] = {}
     for slot, data in pickled:
         try:
-            infos.append((slot, foreign(partial(pickle.loads, data), Illegible)))
+            infos.append((slot, call_user_code(partial(pickle.loads, data), Illegible)))
         except Illegible as error:
             illegible[slot] = error
     return Extras(infos, failures, None, generators, spaces), illegible
 
 
 def described(payload: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes, bytes, Columns] | None:
-    """Return what `InfoPacker.columns` says of the infos in a payload, and columns; ``None``: they are no numbers."""
+    """Return the value of `InfoPacker.columns` for the infos in a payload, and their columns; ``None``: no numbers."""
     if payload[0] != _NUMBERS:
         return None
     infos = NumberInfos.of(payload)
@@ -237,7 +237,7 @@ def numbers_in(payload: bytes) -> NumberInfos | None:
 class InfoMerger:
     """Merges the infos of a batch as gymnasium merges them, if they are alike and hold only numbers.
 
-    Always in the same memory: to lay it out again takes longer than to copy what it holds.
+    It reuses its memory and returns copies: to make new arrays each time takes longer.
 
     Args:
         count: Number of envs of the batch.
@@ -273,8 +273,8 @@ class InfoMerger:
         count, size = len(self._every), columns.row.size
         rows = bytearray(count * size)
         self._of_batch = [
-            (key, np.ndarray((count,), kind, rows, place * _CELL, (size,)))
-            for place, (key, kind) in enumerate(zip(columns.keys, columns.types, strict=True))
+            (key, np.ndarray((count,), kind, rows, column * _CELL, (size,)))
+            for column, (key, kind) in enumerate(zip(columns.keys, columns.types, strict=True))
         ]
         self._empty = {name: value for key in columns.keys for name, value in ((key, None), (f"_{key}", self._every))}
         self._rows = memoryview(rows)

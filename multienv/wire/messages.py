@@ -1,4 +1,4 @@
-"""What is asked of a worker besides steps, and what it answers: frozen values that travel pickled, as a payload."""
+"""The requests to a worker that are not steps, and their answers: frozen values, sent pickled as a payload."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a fresh process needs to see the world as the trainer does.
+    """The surroundings of the trainer, which a new process takes over.
 
     Attributes:
         path: ``sys.path``.
@@ -85,13 +85,13 @@ class Build:
         autoreset: Name of a gymnasium ``AutoresetMode`` that the worker carries out; ``""``: the caller resets.
         seeds: For ``random`` and ``numpy.random`` of the process; ``None``: the trainer's own process is left alone.
         draws: For each slot the seed of the generator that its env is given if it has none.
-        setting: Where the trainer stands; ``None`` in the trainer's own process.
+        setting: The surroundings of the trainer; ``None`` in the trainer's own process.
         space: Observation space whose rows the batch has; ``None``: that of the first env.
         truncates_errors: An exception of an env in ``step`` ends its episode instead of being raised.
         snapshots: Forked snapshots: every so many steps; 0: as is good; -1: never.
         journal: Bytes that the trainer keeps of requests since the newest snapshot; 0: that is not known.
         replacement: The worker replaces a lost one: its first snapshot is taken at once.
-        starts: Part of the envs' time that telling how generators stood before resets may take; 0: it is not told.
+        starts: Part of the envs' time that saving the states of generators before resets may take; 0: none are saved.
         title: What ``ps`` shows.
         generators: Slot → state of its random generators, put back before its first reset: the env of an earlier
             process has ended between two episodes, and this one takes its place.
@@ -205,7 +205,7 @@ class IsWrapped:
     """Tell of each env whether one of its wrappers is of this class, or of one derived from it.
 
     Attributes:
-        kind: Module and name of the class: to unpickle it would import its module into the worker.
+        kind: Module and name of the class. The class itself is not sent: unpickling it imports its module.
     """
 
     kind: tuple[str, str]
@@ -242,8 +242,8 @@ class KeepSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class TellGenerators:
-    """Tell how the random generators of some slots stand; answered by a dict: slot → state."""
+class GetGenerators:
+    """Read the states of the random generators of some slots; answered by a dict: slot → state."""
 
     slots: tuple[int, ...]
 
@@ -254,7 +254,7 @@ class ReplayStart(NamedTuple):
     Attributes:
         slot: Which.
         entry: Index of the entry in which the slot is reset; behind the last one: it takes no part at all.
-        generators: How its random generators stood before; ``b""``: that is not known.
+        generators: State of its random generators before that; ``b""``: it is not known.
         waits: It takes no part in the replay until then. Else the replay begins with the construction of its env.
     """
 
@@ -272,12 +272,12 @@ class Replay:
         entries: Journal entries end to end.
         starts: Resets at which slots begin, or their generators are put back; those that are not named take part from
             the first entry on.
-        lasting: Calls and attributes set before ``entries`` begin, each pickled; their outcome is not looked at.
+        calls: Calls, and attributes to set, before ``entries`` begin, each pickled; their outcome is not compared.
     """
 
     entries: bytes
     starts: tuple[ReplayStart, ...] = ()
-    lasting: tuple[bytes, ...] = ()
+    calls: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,13 +326,13 @@ Message = (
     | SetAttribute
     | Render
     | KeepSnapshot
-    | TellGenerators
+    | GetGenerators
     | Replay
     | Rollout
     | Close
 )
-# Those that may change an env for longer than an episode.
-LASTING = (SetAttribute, Call)
+# What may change an env for longer than an episode: the journal keeps these, and they are repeated in new envs.
+CALLS = (SetAttribute, Call)
 
 
 def is_recorded(message: Message | None) -> bool:
@@ -347,7 +347,7 @@ class Failure:
     Attributes:
         exception: Its type, arguments and attributes, pickled, if they can be.
         result_not_picklable: The env did not raise; what it returned cannot travel.
-        slot: Whose env raised, where that is not told elsewhere; -1.
+        slot: Whose env raised, if nothing else in the reply says so; else -1.
         returned: What ``step()`` had returned before the reset in the same step raised, pickled.
     """
 
@@ -368,7 +368,7 @@ def pack_message(message: Message) -> bytes:
     """Return the payload of a message. Raises :class:`Unpicklable`."""
     if message is BEGINNING:
         return b""
-    return foreign(lambda: dumps(message), lambda error: Unpicklable(error))
+    return call_user_code(lambda: dumps(message), lambda error: Unpicklable(error))
 
 
 # What the pickle of a Reset begins with, behind the eleven bytes that tell its length.
@@ -376,20 +376,20 @@ _LENGTH, _RESET = 11, pickle.dumps(Reset, protocol=5)[11:-1]
 
 
 def is_reset(kind: int, payload: bytes) -> bool:
-    """Tell whether a request is a reset; nothing is unpickled, which would run foreign code."""
+    """Tell whether a request is a reset; nothing is unpickled, which would run code of the user."""
     return kind == BEGIN or payload.startswith(_RESET, _LENGTH)
 
 
 def message_of(kind: int, payload: bytes) -> Message:
-    """Return the message of a request that is not a step; unpickling runs foreign code."""
+    """Return the message of a request that is not a step; unpickling runs code of the user."""
     if kind == BEGIN:
         return BEGINNING
     message: Message = pickle.loads(payload)
     return message
 
 
-def foreign(run: Callable[[], T], wrap: Callable[[Exception], Exception]) -> T:
-    """Return what code of the user's returns; what it raises is raised wrapped."""
+def call_user_code(run: Callable[[], T], wrap: Callable[[Exception], Exception]) -> T:
+    """Call a function that runs code of the user, like unpickling; raise its exceptions as ``wrap(exception)``."""
     try:
         return run()
     except Exception as error:
@@ -400,7 +400,7 @@ def dumps(value: Any) -> bytes:
     """Pickle for another process: by value what ``__main__`` defines here, lambdas, and what else has no name there."""
     try:
         data = pickle.dumps(value, protocol=5)
-    except Exception:  # pickling runs foreign code
+    except Exception:  # pickling runs code of the user
         data = b"__main__"
     # Also "__mp_main__": the main script in a multiprocessing child.
     return cloudpickle.dumps(value) if b"_main__" in data else data

@@ -51,7 +51,7 @@ def row_bytes(space: Any) -> tuple[int, ...]:
 
 def leaf_arrays(space: Any, bank: Bank) -> list[Array]:
     """Return for each leaf its array in a bank."""
-    return [bank.leaf(place, leaf.shape, leaf.dtype) for place, leaf in enumerate(leaf_spaces(space))]
+    return [bank.leaf(index, leaf.shape, leaf.dtype) for index, leaf in enumerate(leaf_spaces(space))]
 
 
 def nested(space: Any, leaves: Iterable[Any]) -> Any:
@@ -74,7 +74,7 @@ def batch_of(space: Any, observations: list[Any]) -> Any:
 
 
 def stacked(space: Any, values: Sequence[Any]) -> Any:
-    """Return one stack of the values of many steps, in the structure of the space; a list of what does not stack.
+    """Stack the values of many steps, in the structure of the space; values that do not stack become a list.
 
     Args:
         space: Of each value, or of each row of it.
@@ -84,7 +84,7 @@ def stacked(space: Any, values: Sequence[Any]) -> Any:
         return {key: stacked(member, [value[key] for value in values]) for key, member in space.spaces.items()}
     if isinstance(space, spaces.Tuple) and all(isinstance(value, tuple) for value in values):
         members = enumerate(space.spaces)
-        return tuple(stacked(member, [value[place] for value in values]) for place, member in members)
+        return tuple(stacked(member, [value[index] for value in values]) for index, member in members)
     if isinstance(space, _SOLID):
         arrays = [np.asarray(value) for value in values]
         if len({array.shape for array in arrays}) == 1:
@@ -167,7 +167,7 @@ def _holds(dtype: np.dtype[Any], value: int) -> bool:
 
 
 class Cell:
-    """Takes an observation that is assigned to all of it, as a memoryview of a row does."""
+    """Writes an observation that is assigned to it into a row, as a memoryview of a row does."""
 
     __slots__ = ("_row", "_write")
 

@@ -8,7 +8,7 @@ One file without a name (``memfd_create``) that the trainer and one process map:
     4096      two banks with the layout of the envs, used in turn
     2**40 …   longer payload, written and read with ``pwrite`` and ``pread``; lower where the size of files is limited
 
-Nothing in here is used up by reading it: an interrupted reader reads once more.
+Reading changes nothing here, so an interrupted reader can read again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOOKS = 51  # look for the next request before going to sleep: so many workers s
 RESTARTS = 52  # processes that were started in place of lost ones, up to this one (trainer)
 BANK_SIZE = 53  # bytes of one bank; 0: not laid out yet (both, the same)
 PAYLOADS = 48  # where longer payload begins (trainer)
-PAYLOAD_SIZE = 49  # the most bytes of it; there are four places (trainer)
+PAYLOAD_SIZE = 49  # the most bytes of it; there are four areas (trainer)
 PID = 56  # the process that serves this segment (worker)
 SNAPSHOTS = 57  # forked snapshots it has taken (worker)
 OBSTACLE = 58  # index into snapshots.OBSTACLES: why it takes none (worker)
@@ -105,8 +105,8 @@ class Segment:
         self._is_mapped = True
         self._long: dict[int, bytes] = {}  # payload, where there is no file
         self.words, self.times = _words(view), view.cast("d")
-        places = range(_SHORT_PAYLOAD, CONTROL_SIZE, _SHORT)
-        self._short = [view[place : place + _SHORT] for place in places]  # one for each area of payload
+        offsets = range(_SHORT_PAYLOAD, CONTROL_SIZE, _SHORT)
+        self._short = [view[offset : offset + _SHORT] for offset in offsets]  # one for each area of payload
         self.layout = SMALL
         self.banks: tuple[Bank, ...] = tuple(Bank(SMALL, view, _SMALL_BANKS + side * SMALL.size) for side in (0, 1))
 
@@ -155,32 +155,32 @@ class Segment:
     def kind_of(self, number: int) -> int:
         """Return the kind of request ``number``, read by a process that does not know the layout; 0: not known."""
         size, side = self.words[BANK_SIZE], number & 1
-        place = CONTROL_SIZE + side * size if size else _SMALL_BANKS + side * SMALL.size
-        return next(iter(os.pread(self.descriptor, 1, place)), 0)
+        offset = CONTROL_SIZE + side * size if size else _SMALL_BANKS + side * SMALL.size
+        return next(iter(os.pread(self.descriptor, 1, offset)), 0)
 
     # --- payload -------------------------------------------------------------------------------------
 
     def write_request_payload(self, number: int, data: bytes) -> None:
-        """Put what request ``number`` carries beside its bank where the process finds it."""
+        """Write the payload of request ``number``."""
         self._write(number & 1, data)
         self.words[REQUEST_PAYLOAD + (number & 1)] = len(data)
 
     def read_request_payload(self, number: int) -> bytes:
-        """Return what request ``number`` carries beside its bank."""
+        """Return the payload of request ``number``."""
         return self._read(number & 1, self.words[REQUEST_PAYLOAD + (number & 1)])
 
     @property
-    def reply_places(self) -> list[memoryview]:
-        """Return the places of short reply payloads, for even and for odd requests."""
+    def reply_areas(self) -> list[memoryview]:
+        """Return the areas of short reply payloads, for even and for odd requests."""
         return self._short[2:4]
 
     def write_reply_payload(self, number: int, data: bytes) -> None:
-        """Put what the reply to request ``number`` carries beside its bank where the trainer finds it."""
+        """Write the payload of the reply to request ``number``."""
         self._write(2 + (number & 1), data)
         self.words[REPLY_PAYLOAD + (number & 1)] = len(data)
 
     def read_reply_payload(self, number: int) -> bytes:
-        """Return what the reply to request ``number`` carries beside its bank."""
+        """Return the payload of the reply to request ``number``."""
         return self._read(2 + (number & 1), self.words[REPLY_PAYLOAD + (number & 1)])
 
     def _write(self, area: int, data: bytes) -> None:
@@ -193,20 +193,20 @@ class Segment:
         most = self.words[PAYLOAD_SIZE]
         if len(data) > most:
             raise _too_large(len(data), 8 * len(data))
-        rest, place = memoryview(data), self.words[PAYLOADS] + area * most
+        rest, offset = memoryview(data), self.words[PAYLOADS] + area * most
         while rest:
-            written = os.pwrite(self.descriptor, rest, place)
-            rest, place = rest[written:], place + written
+            written = os.pwrite(self.descriptor, rest, offset)
+            rest, offset = rest[written:], offset + written
 
     def _read(self, area: int, length: int) -> bytes:
         if length <= _SHORT:
             return bytes(self._short[area][:length])
         if self.descriptor < 0:
             return self._long.get(area, b"")[:length]
-        place = self.words[PAYLOADS] + area * self.words[PAYLOAD_SIZE]
-        data = os.pread(self.descriptor, length, place)
+        offset = self.words[PAYLOADS] + area * self.words[PAYLOAD_SIZE]
+        data = os.pread(self.descriptor, length, offset)
         while len(data) < length:  # the kernel hands out 2 GiB at a time
-            more = os.pread(self.descriptor, length - len(data), place + len(data))
+            more = os.pread(self.descriptor, length - len(data), offset + len(data))
             if not more:
                 raise EOFError(f"{length} bytes of payload were announced, {len(data)} are there")
             data += more

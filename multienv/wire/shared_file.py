@@ -1,4 +1,4 @@
-"""The file of what several workers are built from: written once by the trainer, mapped by each worker.
+"""A file with the large parts of pickled ``env_fn``: written once by the trainer, mapped by each worker.
 
 It has no name (``memfd_create``), as a segment has none. A worker maps it privately: it may write there, and no other
 process sees that; a page is shared until it is written to.
@@ -21,7 +21,7 @@ DATA_NAME = "multienv-data"
 Place = tuple[int, int]
 
 _CHUNK = 2**16
-# Bytes at either end of a part that tell, with its size, whether the file may hold it already.
+# A part may be in the file already if its size and so many bytes at both of its ends are equal.
 _SAMPLE = 4096
 
 

@@ -1,4 +1,4 @@
-"""A pickle of which all that is large lies in a file that several workers share."""
+"""A pickle whose large parts lie in a file that several workers share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _files: weakref.WeakSet[SharedFile] = weakref.WeakSet()
 class SharedPickle:
     """Says where a pickle and its buffers lie in a file; keeps the file open until :meth:`close`.
 
-    To a worker it travels without the file, which the worker is handed when it is launched.
+    It is sent to a worker without the file: the worker receives the descriptor when it is launched.
 
     Args:
         data: The pickle; ``b""``: it lies at the first of the places.
@@ -64,7 +64,7 @@ class SharedPickle:
 
         Raises:
             OSError: The file cannot be mapped.
-            Exception: What unpickling raises: it runs foreign code.
+            Exception: What unpickling raises: it runs code of the user.
         """
         first = min(offset for offset, _ in self.places)
         end = max(offset + size for offset, size in self.places)
@@ -127,9 +127,9 @@ def _loaded(data: Any, buffers: list[Any]) -> Any:
 
 
 def share(data: bytes, buffers: Sequence[memoryview]) -> SharedPickle:
-    """Put what is large into a file for several workers; what is in one already is not put there again.
+    """Write large parts of a pickle into a file for several workers, unless a file holds the same bytes already.
 
-    Equal bytes count as the same, whichever envs they are for. A file takes more until its first worker is launched.
+    More parts can be added to a file until its first worker is launched.
 
     Args:
         data: The pickle. A small one is left outside: it differs between functions that have captured the same.

@@ -1,19 +1,19 @@
-"""Bind a worker to a core while its steps are short, and have it look for requests, where nothing else wants the core.
+"""Bind a worker to a core and let it poll for requests, while its steps are short and nothing else wants the core.
 
-A step of a few microseconds is over before the scheduler has found a good core for it: it wakes a worker on the core
-it was asked from, lets it interrupt the trainer there, which has more to send, and another core idles. Bound to a core
-each and without the right to interrupt (``SCHED_BATCH``), eight CartPoles on two cores make 1.16 times the steps; and
-1.7 times, because each looks for its next request before it goes to sleep. For long steps the scheduler is better.
+A step of a few microseconds is over before the scheduler has found a good core for it. The scheduler wakes a worker on
+the trainer's core and lets it interrupt the trainer, which has more to send, while another core idles. With each worker
+bound to a core and without the right to interrupt (``SCHED_BATCH``), eight CartPoles on two cores make 1.16 times the
+steps; with polling before a worker goes to sleep, 1.7 times. For long steps the scheduler is better.
 
-But whatever else wants the core is in the way: the threads of a policy that wait for their next product without giving
-the core away (OpenBLAS, OpenMP) cost a worker that is bound, or that looks, 3 ms a step. One that sleeps is woken at
-once. The rules are fixed:
+But binding and polling are bad if other threads want the core. The threads of a policy that wait for work without
+yielding the core (OpenBLAS, OpenMP) cost a worker that is bound, or that polls, 3 ms a step. A worker that sleeps is
+woken at once. The rules are fixed:
 
 - bind after three samples in a row of steps below 1 ms, those of a batch together, if the trainer names a core;
-- let go when a step takes more than 3 ms;
-- let go, and do not look, when a step waits for the core for more than 0.5 ms, and more than twice the steps of the
-  workers that share it; the kernel keeps account of that;
-- do neither again for 10 s after that, then for 20 s, and so on.
+- unbind when a step takes more than 3 ms;
+- unbind, and do not poll, when a step waits for the core for more than 0.5 ms, and for more than twice the steps of the
+  workers that share it, as the kernel counts it;
+- after that do neither for 10 s, the next time for 20 s, and so on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REST = 10.0
 
 
 class Affinity:
-    """Binds this process to the core its trainer prefers, or lets go of it.
+    """Binds this process to the core that its trainer prefers, or unbinds it.
 
     Args:
         words: The control words; the trainer's preferences are among them.
@@ -55,19 +55,19 @@ class Affinity:
 
     @classmethod
     def of_this_process(cls, words: Any) -> Affinity:
-        """Make one with what the kernel offers."""
+        """Return an object for this process; it binds nothing where the kernel does not count waiting time."""
         account = -1
         with contextlib.suppress(OSError):
             account = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         return cls(words, account)
 
     def start(self) -> None:
-        """Take the cores and the scheduling policy of this process, as they are now, for those it was given."""
+        """Remember the present cores and scheduling policy of this process, to restore them later."""
         if self._account >= 0:
             self._cores, self._policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
 
     def consider(self, seconds: float, steps: int) -> None:
-        """Draw conclusions from a sample.
+        """Bind or unbind the process, after a sample.
 
         Args:
             seconds: Time of the newest step.
@@ -93,7 +93,7 @@ class Affinity:
                     self._bind(core - 1)
 
     def end(self) -> None:
-        """Undo what has been done."""
+        """Restore cores and scheduling policy, and close the account."""
         if self._account >= 0:
             self._let_go()
             with contextlib.suppress(OSError):  # the env may have closed all descriptors it found
@@ -117,5 +117,5 @@ class Affinity:
                 os.sched_setscheduler(0, self._policy, os.sched_param(0))
 
     def _seconds_waited(self) -> float:
-        """Return the time this process could have run and had no core."""
+        """Return the seconds that this process was ready to run and waited for a core."""
         return int(os.pread(self._account, 128, 0).split()[1]) * 1e-9

@@ -1,7 +1,7 @@
-"""Where a worker writes what its envs return: into the rows of a bank, *cast* or *verbatim*.
+"""Write what envs return into the rows of a bank, *cast* as for a batch or *verbatim* for a single env.
 
-Both know the same calls. The step loop assigns an observation to ``cells[slot][key]`` first, which is the quickest way;
-where that raises TypeError or ValueError, or an episode ends, it calls ``take`` and ``show``.
+The two classes have the same methods. The step loop first assigns an observation to ``cells[slot][key]``, which is
+quickest; if that raises TypeError or ValueError, or an episode ends, it calls ``take`` and ``show``.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ _FLAGS = (bool, np.bool_)
 
 
 class Cast:
-    """Makes rows of a batch as gymnasium's vector envs make them.
+    """Writes the rows of a batch, with the dtypes that gymnasium's vector envs give them.
 
     Args:
         space: Of the observations.
         bank: With a row for each slot.
 
     Attributes:
-        cells, key: ``cells[slot][key] = observation`` writes an observation, or raises TypeError or ValueError though
-            it may fit all the same: :meth:`show` decides.
+        cells, key: ``cells[slot][key] = observation`` writes an observation, or raises TypeError or ValueError. Then
+            it may fit all the same, and :meth:`show` decides.
         whole: All observations, where they are arrays of one or more dimensions; else ``None``.
         leaves: For each leaf of the observation its array; empty where observations have no rows.
-        loose: Where observations have no rows: each of them pickled, ``None`` for a blank one. Else ``None``.
-        evidence: Where observations have no rows: a digest of each, ``b""`` for a blank one.
+        pickled_rows: Where observations do not fit into rows: for each slot its pickled observation, ``None`` for a
+            blank one. Else ``None``.
+        evidence: A digest of each pickled row, ``b""`` for a blank one.
     """
 
     def __init__(self, space: Any, bank: Bank) -> None:
@@ -49,11 +50,11 @@ class Cast:
         self.show: Callable[[int, Any], None]
         self.whole: Any = None
         self.key: Any = _WHOLE
-        self.loose: list[bytes | None] | None = None
+        self.pickled_rows: list[bytes | None] | None = None
         self.evidence = [b""] * slots
         self.leaves: list[Any] = []
         if not has_rows(space):
-            self.loose = [None] * slots
+            self.pickled_rows = [None] * slots
             self.show = self._keep
             self.cells: list[Any] = [Cell(self._keep, slot) for slot in range(slots)]
             return
@@ -74,15 +75,15 @@ class Cast:
             raise wrong_reward(reward) from None
 
     def _keep(self, slot: int, observation: Any) -> None:
-        assert self.loose is not None
-        self.loose[slot] = pickled("step", observation)
+        assert self.pickled_rows is not None
+        self.pickled_rows[slot] = pickled("step", observation)
         self.evidence[slot] = evidence_of(observation)
 
     def blank(self, slot: int) -> None:
-        """Write the row of an env of which there is nothing to tell."""
+        """Write the row of an env that has nothing to show: zeros."""
         self._bank.rewards[slot] = 0.0
-        if self.loose is not None:
-            self.loose[slot], self.evidence[slot] = None, b""
+        if self.pickled_rows is not None:
+            self.pickled_rows[slot], self.evidence[slot] = None, b""
         for leaf in self.leaves:
             leaf[slot] = 0
 
@@ -96,8 +97,8 @@ class Cast:
 class Verbatim:
     """Writes what the only env of a worker returns to the bit; arguments and attributes as those of :class:`Cast`.
 
-    What does not fit the bank to the bit (another dtype, shape or type than the space says) is kept in ``loose``,
-    pickled; then a digest of it is the evidence that a replay is compared with.
+    What does not fit the bank to the bit (another dtype, shape or type than the space says) becomes a pickled row; a
+    replay is then compared with a digest of it.
     """
 
     key = _WHOLE
@@ -106,16 +107,16 @@ class Verbatim:
         self._bank, self._layout = bank, layout_of(space)
         self._fits = False
         self._beside: tuple[Any, ...] = ()  # reward, terminated, truncated
-        self.loose: list[bytes | None] | None = None
+        self.pickled_rows: list[bytes | None] | None = None
         self.evidence = [b""]
         self.whole: Any = None
         self.cells: list[Any] = [None]
-        # A digest is of all that is laid out, as one row of bytes.
-        self.leaves = [bank.leaf(place, (width,), np.uint8) for place, width in enumerate(bank.layout.leaf_bytes)]
+        # Digests are computed of each row as bytes, whatever its dtype.
+        self.leaves = [bank.leaf(index, (width,), np.uint8) for index, width in enumerate(bank.layout.leaf_bytes)]
         if self._layout is not None and type(space) in _ARRAYS:
             self.whole = bank.leaf(0, space.shape, space.dtype)
             if len(space.shape) == 1 and space.dtype.isnative:
-                # A memoryview takes what has its very format and shape, in half the time that it takes to ask for both.
+                # Assigning to a memoryview also checks format and shape, twice as fast as asking; one dimension only.
                 self.cells = [self.whole[0].data]
             else:
                 self.cells = [_ExactCell(self._layout, self.whole[0, ...])]
@@ -133,19 +134,19 @@ class Verbatim:
         self._bank.rewards[0], self._bank.view[4] = (reward, tag) if self._fits else (_number(reward), 0)
 
     def show(self, slot: int, observation: Any) -> None:
-        """Write an observation, or keep all that the env returned in ``loose``."""
+        """Write an observation, or pickle all that the env returned if not all of it fits the bank."""
         layout, bank = self._layout, self._bank
         if self._fits and layout is not None and layout.fits(observation):
             layout.write(observation, bank.view, bank.layout.leaves[0])
-            self.loose = None
+            self.pickled_rows = None
             return
-        told = observation, *self._beside
+        transition = observation, *self._beside
         bank.view[4] = 0
-        self.loose, self.evidence = [pickled("step", told)], [evidence_of(told)]
+        self.pickled_rows, self.evidence = [pickled("step", transition)], [evidence_of(transition)]
 
     def blank(self, slot: int) -> None:
-        """Write the row of an env of which there is nothing to tell."""
-        self._bank.rewards[0], self._bank.view[4], self.loose = 0.0, 0, None
+        """Write the row of an env that has nothing to show: zeros."""
+        self._bank.rewards[0], self._bank.view[4], self.pickled_rows = 0.0, 0, None
         for leaf in self.leaves:
             leaf[0] = 0
 
@@ -170,7 +171,7 @@ class _ExactCell:
 
 
 def _number(reward: Any) -> float:
-    """Return about what an irregular reward is, for the stacks of a rollout; 0.0 for no number."""
+    """Return a reward that does not fit as the nearest float, for the stacks of a rollout; 0.0 if it is no number."""
     try:
         return float(reward)
     except (TypeError, ValueError, OverflowError):

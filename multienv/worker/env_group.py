@@ -1,6 +1,6 @@
-"""The envs of one worker: built, reset, called one after the other; the one being called is marked by its slot.
+"""The envs of one worker: it resets and calls them one after the other, and marks the slot of the env being called.
 
-How steps are answered is not here: see ``stepper``.
+Steps are made in ``stepper``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class EnvGroup:
     Attributes:
         starts: Resets at which a replay can begin.
         waiting: Slots that take no part in a replay yet.
-        raised: In the last call of :meth:`each` a slot raised that is not waiting.
-        calls: For each slot what a step calls: the env's ``step``, or what stands in its place once the episode has
-            ended. The list stays the same object.
+        raised: In the last call of :meth:`each` the env of a slot that is not in ``waiting`` has raised.
+        calls: For each slot the function that a step calls: the env's ``step``, or after the end of an episode another
+            one. The list is never replaced: native code holds it.
     """
 
     def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]], message: Build, segment: Segment) -> None:
@@ -93,7 +93,7 @@ class EnvGroup:
 
     def calls_are_current(self) -> bool:
         """Tell whether each env's ``step`` is unchanged; called after each request that is not a step."""
-        with contextlib.suppress(Exception):  # foreign code
+        with contextlib.suppress(Exception):  # code of the user
             return [env.step for env in self.envs] == self._steps
         return True
 
@@ -164,17 +164,17 @@ class EnvGroup:
 
     def call(self, message: Call) -> bytes:
         """Call a method of each env, or read an attribute that is not callable; as :meth:`each`."""
-        return self.each(message.name, message.slots, lambda place, env: _call_by_name(env, message))
+        return self.each(message.name, message.slots, lambda index, env: _call_by_name(env, message))
 
     def write(self, message: SetAttribute) -> bytes:
         """Set an attribute of each env; as :meth:`each`."""
         name, values = message.name, message.values
-        return self.each(name, message.slots, lambda place, env: env.set_wrapper_attr(name, values[place]))
+        return self.each(name, message.slots, lambda index, env: env.set_wrapper_attr(name, values[index]))
 
     def get(self, message: GetAttribute) -> bytes:
         """Read an attribute of each env or of a wrapper of it; as :meth:`each`."""
 
-        def read(place: int, env: Any) -> Any:
+        def read(index: int, env: Any) -> Any:
             value = _attribute(env, message.name)
             return Method() if _is_method(value) or (message.callables and callable(value)) else value
 
@@ -183,7 +183,7 @@ class EnvGroup:
     def is_wrapped(self, kind: tuple[str, str], slots: Sequence[int] | None) -> bytes:
         """Tell of each env whether it has a wrapper of a class, given by module and name; as :meth:`each`."""
 
-        def look(place: int, env: Any) -> bool:
+        def look(index: int, env: Any) -> bool:
             wrappers = [type(layer) for layer in seeding.layers_of(env) if isinstance(layer, gymnasium.Wrapper)]
             return any((base.__module__, base.__name__) == kind for one in wrappers for base in one.__mro__)
 
@@ -195,7 +195,7 @@ class EnvGroup:
         Args:
             name: Of the method or attribute, for errors.
             slots: Which envs; ``None``: all.
-            ask: Called with the place in ``slots`` and the env.
+            ask: Called with the index in ``slots`` and the env.
 
         Returns:
             A pickle: the list of answers, each pickled by itself (``None``: it failed), and failures by slot.
@@ -203,11 +203,11 @@ class EnvGroup:
         values: list[bytes | None] = []
         failures: dict[int, Failure] = {}
         self.raised = False
-        for place, slot in enumerate(range(self.slots) if slots is None else slots):
+        for index, slot in enumerate(range(self.slots) if slots is None else slots):
             self.words[SLOT] = slot + 1
             values.append(None)
             try:
-                values[place] = pickled(name, ask(place, self.envs[slot]))
+                values[index] = pickled(name, ask(index, self.envs[slot]))
             except Exception as error:
                 failures[slot] = failure_of(error)
                 self.raised |= slot not in self.waiting

@@ -1,4 +1,4 @@
-"""A number of episodes that is recorded and put back as the random generators of an env are; see ``seeding``."""
+"""A count of episodes that recoveries restore like the random generators of an env; see ``seeding``."""
 
 from __future__ import annotations
 

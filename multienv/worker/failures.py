@@ -64,7 +64,7 @@ def failure_of(error: BaseException) -> Failure:
 def _text_of(value: object) -> str:
     try:
         return str(value)
-    except Exception:  # foreign code
+    except Exception:  # code of the user
         return f"<a {type(value).__name__} whose str() raises>"
 
 
@@ -77,7 +77,7 @@ def _pickled(error: BaseException) -> bytes | None:
         try:
             data: bytes = cloudpickle.dumps((type(error), error.args, state))
             pickle.loads(data)
-        except Exception:  # noqa: S112 - pickling runs foreign code, in both directions
+        except Exception:  # noqa: S112 - pickling runs code of the user, in both directions
             continue
         return data
     return None

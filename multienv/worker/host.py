@@ -1,7 +1,7 @@
-"""Executes requests: one call, one request of a segment.
+"""Execute the requests of a segment, one in each call.
 
-The same host runs in a worker process and, for the serial classes, in the trainer's own. It knows nothing of pipes and
-processes: whoever rings and waits is outside (see ``main`` and ``processes/serial``).
+The same host runs in a worker process and, for the serial classes, in the trainer. It knows nothing of sockets and
+processes: ``main`` and ``processes/serial`` wait for requests and call it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from multienv.wire.banks import (
     BEGIN,
     FAILED,
     HEAD,
-    IRREGULAR,
     MESSAGE,
     NOT_RESET,
+    PICKLED_ROWS,
     RAISED,
     SKIPPED,
     STEPPED,
@@ -42,6 +42,7 @@ from multienv.wire.messages import (
     Call,
     Close,
     GetAttribute,
+    GetGenerators,
     IsWrapped,
     KeepSnapshot,
     Message,
@@ -50,7 +51,6 @@ from multienv.wire.messages import (
     Reset,
     Rollout,
     SetAttribute,
-    TellGenerators,
     dumps,
     is_recorded,
 )
@@ -69,18 +69,18 @@ class Host:
 
     Args:
         segment: Where requests are read and replies are written.
-        on_build: Called before the envs are built, with the message: sees to ``sys.path``, working directory and the
-            like.
+        on_build: Called with the message before the envs are built, to set ``sys.path``, the working directory and so
+            on.
         on_keep: Takes a snapshot to come back to, given the number of the last request and a token; returns the
             obstacle, or ``""``.
         env_fns: What builds the envs, where it does not travel with the message.
         load: Returns what builds the envs, given what travels with the message.
 
     Attributes:
-        handle: Executes the request of the given number; raises only what ends a process. To be read anew after each
-            request that is not a step. Returns of a rollout the number of its last request and the seconds that the
-            envs took for a step, else ``None``.
-        closing: The envs have been closed because that was asked for.
+        handle: Executes the request with this number; raises only exceptions that end the process. It may be another
+            function after each request that is not a step. For a rollout it returns the number of the last request and
+            the seconds that the envs took for a step, else ``None``.
+        closing: There was a request to close the envs.
     """
 
     def __init__(
@@ -221,13 +221,13 @@ class Host:
         self._answer_all(number, self._envs().write(message))
 
     def _render(self, number: int, message: Render) -> None:
-        self._answer_all(number, self._envs().each("render", message.slots, lambda place, env: env.render()))
+        self._answer_all(number, self._envs().each("render", message.slots, lambda index, env: env.render()))
 
     def _keep_snapshot(self, number: int, message: KeepSnapshot) -> None:
         self._answer(number, self._on_keep(message.number, message.token))
 
-    def _tell_generators(self, number: int, message: TellGenerators) -> None:
-        self._answer(number, self._envs().starts.tell(message.slots))
+    def _get_generators(self, number: int, message: GetGenerators) -> None:
+        self._answer(number, self._envs().starts.states_of(message.slots))
 
     def _close(self, number: int, message: Close) -> None:
         self.closing = True
@@ -239,9 +239,9 @@ class Host:
     def _replay(self, number: int, message: Replay) -> None:
         group = self._envs()
         try:
-            for payload in message.lasting:
-                lasting = pickle.loads(payload)
-                group.call(lasting) if isinstance(lasting, Call) else group.write(lasting)
+            for payload in message.calls:
+                call = pickle.loads(payload)
+                group.call(call) if isinstance(call, Call) else group.write(call)
             came = self._run(number, message)
         finally:
             group.starts.replaying, group.waiting = None, frozenset()
@@ -250,7 +250,7 @@ class Host:
         self._answer(number, came)
 
     def _run(self, number: int, message: Replay) -> bytes:
-        """Execute journal entries, each slot from its start on; return those that came of it.
+        """Execute the requests of journal entries, each slot from its start on; return the new entries.
 
         Args:
             number: That of the replay.
@@ -269,18 +269,18 @@ class Host:
             self.handle(again)
             words[BUSY] = number
             bank = segment.banks[again & 1]
-            if skipped:  # the entry is that of the request which had them all
+            if skipped:  # the entry is compared with that of the original request, in which no slot was skipped
                 bank.view[1] = entry.record[1]
                 bank.view[bank.layout.skipped : bank.layout.rewards] = entry.record[
                     bank.layout.skipped : bank.layout.rewards
                 ]
-            evidence = payload_of(segment, again).evidence if bank.view[3] & IRREGULAR else b""
+            evidence = payload_of(segment, again).evidence if bank.view[3] & PICKLED_ROWS else b""
             came.append(entry_of(bank, entry.request_payload, evidence))
         words[REPLAYING] = 0
         if skipped:
             group.starts.look_at_generators()
         if group.starts.has_drawn:
-            # What others drew is missing, and nothing of this need have shown yet.
+            # These draws were not repeated, so later numbers may differ, though nothing has shown it yet.
             raise RuntimeError(
                 "several envs of a process draw from random or numpy.random, and not all of them were replayed from "
                 "the same request on. Draw from self.np_random, or give envs_per_worker=1"
@@ -314,7 +314,7 @@ _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     SetAttribute: Host._set,
     Render: Host._render,
     KeepSnapshot: Host._keep_snapshot,
-    TellGenerators: Host._tell_generators,
+    GetGenerators: Host._get_generators,
     Replay: Host._replay,
     Close: Host._close,
 }

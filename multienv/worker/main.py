@@ -1,7 +1,8 @@
 """A worker process from its first line to its last.
 
-It waits for requests, has the host execute them, and ends when its wake socket ends (the trainer is gone or has had
-enough), when it is told to close, or when the env ends it. It ignores SIGINT: Ctrl-C is the trainer's.
+It waits for requests and lets the host execute them. It ends when its wake socket ends, because the trainer has ended
+or has closed it; after a request to close; or when the env ends the process. It ignores SIGINT, because Ctrl-C is for
+the trainer.
 """
 
 from __future__ import annotations
@@ -110,14 +111,14 @@ def spawned(title: str, *ends: str) -> NoReturn:
 
 
 def _live(ends: Ends, make_host: MakeHost) -> None:
-    """Serve, and whenever this process is a snapshot that has been woken, begin anew as that."""
+    """Serve requests; when a snapshot of this process is woken, go on here in the copy, with its new descriptors."""
     segment, number, woken = _take_up(ends), 0, False
     forks = Forks(segment)
     snapshots = Snapshots(segment, ends, forks.fork)
     affinity: Affinity
 
     def on_build(build: Build) -> None:
-        _find_place(build, snapshots)
+        _apply_setting(build, snapshots)
         affinity.start()
 
     load = partial(_load, _take_shared(segment, ends))
@@ -205,7 +206,7 @@ def _await_request(wake_socket: socket.socket, words: Any, last: int, *, looks: 
 
 
 def _differs(words: Any, last: int) -> bool:
-    """Look for another request than ``last`` for a while, giving the core away at each look."""
+    """Poll for another request than ``last`` for a while; each time, yield the core to other processes."""
     if native is not None:  # serve() has looked
         return False
     clock, give_way = time.perf_counter, _give_way
@@ -234,14 +235,14 @@ def _wake(wake_socket: socket.socket) -> None:
 
 
 class Forks:
-    """Takes the segment from processes that the env forks: none of them is the worker.
+    """Keeps processes that the env forks from acting as the worker.
 
-    A child that comes back out of the env's method would go on as a second worker: mark, write and answer in the shared
-    memory. So it may only read there, and ends where the worker would answer.
+    If a forked child returns from the env's method, it runs the worker's code, and would go on as a second worker that
+    writes to the same shared memory. So a child may only read this memory, and ends where the worker would answer.
 
     Attributes:
-        segment: What a child may not write to.
-        is_astray: This process has been forked by the env.
+        segment: The memory that a child may not write to.
+        is_astray: This process is such a child.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -251,7 +252,7 @@ class Forks:
         os.register_at_fork(after_in_child=self._part)
 
     def fork(self) -> int:
-        """Fork as ``os.fork`` does, for a copy that is to have everything."""
+        """Fork as ``os.fork`` does; the copy is a snapshot and may write to the segment."""
         self._is_ours = True
         try:
             return os.fork()
@@ -272,7 +273,7 @@ class Forks:
 
 
 def _take_signals() -> None:
-    """Set signals as a worker wants them; the env may want others."""
+    """Set the signal handlers of a worker, before the env may set its own."""
     for name in ("SIGTERM", "SIGCHLD", "SIGHUP", "SIGALRM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -310,8 +311,8 @@ def _load(shared: int, env_fns: bytes | SharedPickle) -> Any:
             os.close(shared)
 
 
-def _find_place(build: Build, snapshots: Snapshots) -> None:
-    """Set up the trainer's surroundings: modules, arguments, working directory, environment."""
+def _apply_setting(build: Build, snapshots: Snapshots) -> None:
+    """Set modules, arguments, working directory and environment as they are in the trainer."""
     snapshots.begin(build.snapshots, at_once=build.replacement, journal=build.journal)
     if build.title:
         set_title(build.title)

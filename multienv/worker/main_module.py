@@ -1,7 +1,7 @@
-"""The trainer's main script in a worker: ``__main__`` is not that script there, and yet its names are looked up.
+"""Make names of the trainer's main script available as ``__main__`` in a worker, where another script is running.
 
-``pickle.load`` of an instance of one of its classes does so, an entry point ``"__main__:MyEnv"``, Hydra's ``_target_``.
-A name is found in this order:
+Such names are looked up by ``pickle.load`` of an instance of one of its classes, by entry points
+``"__main__:MyEnv"`` and by Hydra's ``_target_``. A name is found in this order:
 
 1. among the functions and classes that travelled with ``env_fn`` (:func:`offered`): the objects that ``env_fn`` uses;
 2. in the script, if it is a file: it is imported under the name ``__mp_main__``, as multiprocessing's ``spawn`` does;
@@ -170,8 +170,8 @@ def _why(name: str) -> str:
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and (frame.f_code.co_filename == __file__ or "<frozen " in frame.f_code.co_filename):
         frame = frame.f_back
-    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return f"{place} looks up __main__.{name} in a worker, and it did not travel there with env_fn."
+    location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"{location} looks up __main__.{name} in a worker, and it did not travel there with env_fn."
 
 
 def _remedy(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Envs that the trainer has registered, made known to a worker whose ``gymnasium.make`` does not find an id."""
+"""Register the trainer's envs in a worker, if ``gymnasium.make`` does not find an id there."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def register(specs: bytes) -> None:
 
     The packages of their entry points are imported first: as a rule they register their envs themselves.
     """
-    told: list[EnvSpec] = cloudpickle.loads(specs)
-    unknown = [spec for spec in told if spec.id not in gymnasium.registry]
+    sent: list[EnvSpec] = cloudpickle.loads(specs)
+    unknown = [spec for spec in sent if spec.id not in gymnasium.registry]
     modules = [spec.entry_point.partition(":")[0] for spec in unknown if isinstance(spec.entry_point, str)]
     for package in {module.partition(".")[0] for module in modules}:
         with contextlib.suppress(ImportError):
@@ -70,6 +70,6 @@ def built(env_fn: Any, specs: bytes, others: Sequence[gymnasium.Env[Any, Any]] =
 def _is_picklable(spec: EnvSpec) -> bool:
     try:
         cloudpickle.dumps(spec)
-    except Exception:  # pickling runs foreign code
+    except Exception:  # pickling runs code of the user
         return False
     return True

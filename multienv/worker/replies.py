@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multienv.wire.banks import FAILED, HEAD, STEPPED, U32, pack_irregular
+from multienv.wire.banks import FAILED, HEAD, STEPPED, U32, pack_pickled_rows
 from multienv.wire.infos import NONE, InfoPacker, pack_extras
 from multienv.wire.messages import Failure, dumps
 from multienv.wire.segment import Segment
@@ -13,11 +13,11 @@ from multienv.worker.failures import failure_of, pickled
 
 
 def answer(
-    segment: Segment, number: int, kind: int, payload: bytes, *, flags: int = 0, tag: int = 0, irregular: int = 0
+    segment: Segment, number: int, kind: int, payload: bytes, *, flags: int = 0, tag: int = 0, pickled_part: int = 0
 ) -> None:
-    """Write head and payload of the reply to a request; ``irregular``: length of the irregular part of the payload."""
+    """Write head and payload of the reply to a request; ``pickled_part``: length of the pickled part of the payload."""
     view = segment.banks[number & 1].view
-    HEAD.pack_into(view, 0, view[0], view[1], kind, flags, tag, number & U32, irregular)
+    HEAD.pack_into(view, 0, view[0], view[1], kind, flags, tag, number & U32, pickled_part)
     segment.write_reply_payload(number, payload)
 
 
@@ -35,7 +35,7 @@ def answer_rows(
     flags: int = 0,
     tag: int = 0,
     evidence: bytes = b"",
-    irregular: bytes = b"",
+    pickled_rows: bytes = b"",
     failures: Mapping[int, Failure] | None = None,
     generators: Mapping[int, bytes] = NONE,
     spaces: bytes = b"",
@@ -49,8 +49,8 @@ def answer_rows(
         infos: Slot and info, or the pickle of an info.
         flags: Of the reply.
         tag: That of the reward.
-        evidence: Of what the rows do not hold, packed.
-        irregular: What the rows do not hold.
+        evidence: A digest of each pickled row, packed.
+        pickled_rows: The list of the pickled rows, itself pickled; ``b""`` if all rows are in the bank.
         failures: What envs have raised, by slot.
         generators: Slot → state of its random generators before it was reset.
         spaces: New ones of a single env, pickled.
@@ -61,5 +61,5 @@ def answer_rows(
     if not rest:
         taken = [(slot, info if type(info) is bytes else pickled("step", info)) for slot, info in infos]
         rest = pack_extras(taken, failures or {}, generators, spaces)
-    first = pack_irregular(evidence, irregular)
-    answer(segment, number, STEPPED, first + rest, flags=flags, tag=tag, irregular=len(first))
+    first = pack_pickled_rows(evidence, pickled_rows)
+    answer(segment, number, STEPPED, first + rest, flags=flags, tag=tag, pickled_part=len(first))

@@ -1,9 +1,9 @@
 """Rollouts: a policy beside the envs chooses the actions of many steps, which the trainer asks for in one request.
 
-Each step is made as if the trainer had asked for it, by the same code. Its bank and payload go back as they are, and
-the trainer reads and journals them like those of any step. So it can be replayed without the policy. The steps use
-banks of this process alone: what the trainer has seen stays in the shared ones until it has the answer, whatever dies
-meanwhile.
+The same code makes each step as if the trainer had asked for it. The answer holds the bank and the payload of each
+step, and the trainer reads and journals them like those of any other step. So a rollout can be replayed without the
+policy. Its steps use banks that are not shared: if the worker dies, the shared banks still hold what the trainer has
+seen last.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from multienv.wire.banks import (
     ENDED,
     FAILED,
     HEAD,
-    IRREGULAR,
     NOT_RESET,
+    PICKLED_ROWS,
     RAISED,
     SKIPPED,
     STEP,
@@ -66,7 +66,7 @@ class RolloutRunner:
         space = group.observation_space
         lie_in_rows = not group.exact and has_rows(space)
         self._leaves = [leaf_arrays(space, bank) if lie_in_rows else [] for bank in self._aside.banks]
-        self._loose: list[bytes | None] = []  # of what was shown last, what has no place in its bank, pickled
+        self._pickled_rows: list[bytes | None] = []  # for each slot of what was shown last
         self._seconds = 0.0
 
     def run(self, number: int, message: Rollout, skipped: Array) -> tuple[RolloutResult, float]:
@@ -81,16 +81,16 @@ class RolloutRunner:
             The answer, and the seconds that the envs have taken for a step.
         """
         words, result = self._segment.words, RolloutResult(bytearray(), {})
-        told: list[tuple[Any, dict[str, Array]]] = []  # what the policy returned for each step
+        choices: list[tuple[Any, dict[str, Array]]] = []  # what the policy returned for each step
         idle, first, self._seconds = np.where(skipped == NOT_RESET, skipped, 0), number, 0.0
         self._show_first(message.shown)
         policy: Any = None
         missing: Array | None = skipped if skipped.any() else None
-        while len(told) < message.steps:
+        while len(choices) < message.steps:
             words[BUSY], words[SLOT] = first, 0
             try:
                 policy = cloudpickle.loads(message.policy) if policy is None else policy
-                told.append(self._choose(number, policy))
+                choices.append(self._choose(number, policy))
             except Exception as error:
                 result.failure = failure_of(error)
                 break
@@ -103,15 +103,15 @@ class RolloutRunner:
                 number += 1
             if bank.view[2] == FAILED:
                 if not self._group.exact:  # nothing was stepped
-                    del told[-1]
+                    del choices[-1]
                 break
             missing = idle if missing is not None and idle.any() else None
-        if told and result.failure is None:
+        if choices and result.failure is None:
             try:
-                result.chosen = pickled("rollout", self._stacks(told))
+                result.chosen = pickled("rollout", self._stacks(choices))
             except Exception as error:
                 result.failure = failure_of(error)
-        return result, self._seconds / max(1, len(told))
+        return result, self._seconds / max(1, len(choices))
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -178,15 +178,15 @@ class RolloutRunner:
         self._encode(number, chosen)
         return self._decode(number, self._aside.banks[number & 1].view[1]), extras
 
-    def _stacks(self, told: list[tuple[Any, dict[str, Array]]]) -> dict[str, Any]:
+    def _stacks(self, choices: list[tuple[Any, dict[str, Array]]]) -> dict[str, Any]:
         """Return what the policy returned for all steps."""
-        names = told[0][1].keys()
-        for _, extras in told:
+        names = choices[0][1].keys()
+        for _, extras in choices:
             if extras.keys() != names:
                 raise ValueError(f"The policy returned {list(extras)}, and {list(names)} at the first step.")
         return {
-            "actions": stacked(self._group.action_space, [actions for actions, _ in told]),
-            "extras": {name: np.stack([extras[name] for _, extras in told]) for name in names},
+            "actions": stacked(self._group.action_space, [actions for actions, _ in choices]),
+            "extras": {name: np.stack([extras[name] for _, extras in choices]) for name in names},
         }
 
     # --- what the caller sees ---------------------------------------------------------------------
@@ -195,20 +195,20 @@ class RolloutRunner:
         """Put what the caller saw last into its bank."""
         bank = self._aside.banks[shown["seen"] & 1]
         bank.view[bank.layout.rewards :] = shown["bank"]
-        self._loose = shown["loose"]
+        self._pickled_rows = shown["pickled_rows"]
 
     def _show(self, number: int, missing: Array | None) -> None:
         """Write into the bank of a request, where it shows nothing, what was shown last once more."""
         bank, before = self._aside.banks[number & 1], self._aside.banks[(number - 1) & 1]
-        irregular = payload_of(self._aside, number).irregular if bank.view[3] & IRREGULAR else b""
-        if irregular:
-            pairs = zip(pickle.loads(irregular), self._loose, strict=True)
-            self._loose = [old if new is None else new for new, old in pairs]
+        pickled = payload_of(self._aside, number).pickled if bank.view[3] & PICKLED_ROWS else b""
+        if pickled:
+            pairs = zip(pickle.loads(pickled), self._pickled_rows, strict=True)
+            self._pickled_rows = [old if new is None else new for new, old in pairs]
         elif self._codec is not None:
             if bank.view[2] == FAILED or missing is not None:
                 bank.view[bank.layout.rewards :] = before.view[bank.layout.rewards :]
             else:
-                self._loose = [None]
+                self._pickled_rows = [None]
         elif missing is not None or bank.view[3] & RAISED:
             blank = bank.failed | (bank.skipped != 0)
             if self._group.autoreset == "SAME_STEP":  # a new episode has begun, but for these
@@ -220,7 +220,7 @@ class RolloutRunner:
         """Return what the answer to a request showed, as the policy gets it, which may change it."""
         space = self._group.observation_space
         if self._codec is not None:
-            return self._codec.observation(self._aside, number, self._loose[0])
+            return self._codec.observation(self._aside, number, self._pickled_rows[0])
         if self._leaves[0]:
             return nested(space, [leaf.copy() for leaf in self._leaves[number & 1]])
-        return batch_of(space, [pickle.loads(one) for one in self._loose if one is not None])
+        return batch_of(space, [pickle.loads(one) for one in self._pickled_rows if one is not None])

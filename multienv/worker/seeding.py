@@ -1,8 +1,8 @@
-"""Random generators: those of the process, seeded; and those of envs, recorded and put back.
+"""Seed the random generators of the process; save and restore them, and those of envs.
 
-A replay that does not begin when the envs were built begins with the generators as they were at its first request:
+A replay that does not begin at the construction of the envs needs the generators as they were before its first request:
 ``random`` and ``numpy.random`` of the process, and every generator that an env, a wrapper or a space of theirs holds
-in an attribute, or shows as ``np_random``. A count of episodes, too, is recorded and put back.
+in an attribute, or shows as ``np_random``. A count of episodes is saved and restored, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def seed_process(seeds: Sequence[int]) -> None:
 
 
 def state_of_process() -> Any:
-    """Return how ``random`` and ``numpy.random`` stand, to be compared."""
+    """Return the state of ``random`` and ``numpy.random``, for comparisons."""
     return random.getstate(), pickle.dumps(np.random.get_state(legacy=False), protocol=5)  # noqa: NPY002
 
 
@@ -56,7 +56,7 @@ def give_generator(env: Env, draw: int) -> None:
 
 
 class ProcessGenerators:
-    """Tells the states of ``random`` and ``numpy.random``, which few envs draw from: anew only if they have changed."""
+    """Saves the state of ``random`` and ``numpy.random``: anew only if it has changed, as few envs draw from them."""
 
     def __init__(self) -> None:
         self._random: Any = None
@@ -92,7 +92,7 @@ def _bits_of_numpy() -> bytes:
 
 
 def _packed(generator: Any) -> Any:
-    """Return a generator in the form in which it travels: most by the state alone, which takes a tenth of the time."""
+    """Return a generator in the form in which it is sent: of most only the state, which takes a tenth of the time."""
     if _is_emulator(generator):
         return generator.cloneState(include_rng=True)
     if type(generator) is np.random.Generator and type(generator.bit_generator) is np.random.PCG64:
@@ -109,14 +109,14 @@ def _unpacked(packed: Any) -> Any:
 
 
 def restore(env: Env, data: bytes, *, of_process: bool = True) -> None:
-    """Put back what :meth:`ProcessGenerators.with_those_of` told, into a newly built env of the same kind.
+    """Put back what :meth:`ProcessGenerators.with_those_of` returned, into a newly built env of the same kind.
 
     Args:
         env: The env.
-        data: What was told.
+        data: What was returned.
         of_process: Put back ``random`` and ``numpy.random``, too.
     """
-    told, seed, generators = pickle.loads(data)
+    process, seed, generators = pickle.loads(data)
     if seed is not None:
         setattr(env.unwrapped, _USUAL_SEED, seed)
     layers = list(layers_of(env))
@@ -128,7 +128,7 @@ def restore(env: Env, data: bytes, *, of_process: bool = True) -> None:
                 holder = getattr(holder, name)
             _put_back(holder, path[-1], unpacked.setdefault(id(packed), _unpacked(packed)))
     if of_process:
-        state_of_random, state_of_numpy = pickle.loads(told)
+        state_of_random, state_of_numpy = pickle.loads(process)
         random.setstate(state_of_random)
         np.random.set_state(state_of_numpy)  # noqa: NPY002
 

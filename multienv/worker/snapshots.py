@@ -1,14 +1,15 @@
 """Forked snapshots: now and then a worker forks itself, and the copy freezes.
 
-The copy is exact by construction, whatever the env is made of. When the worker is lost the copy wakes, is handed new
-descriptors and executes the few requests again that came after it was taken. It costs the worker a fork, and memory
-only where the two come to differ (copy-on-write).
+The copy is exact by construction, whatever the env is made of. When the worker is lost, the copy wakes, receives new
+descriptors, and executes again the few requests that came after the fork. A snapshot costs the worker a fork, and
+memory only for pages that are written to afterwards (copy-on-write).
 
-It holds neither end of the worker's wake socket: that would hide a death. It leads a process group of its own. It waits
-for a message on a socket whose other end the monitor alone holds: the message wakes it, the end of the socket ends it.
-Once the worker is dead it is the monitor's child, which reaps its exact exit status too.
+The copy holds neither end of the worker's wake socket: else the socket would stay open when the worker dies, and nobody
+would see the death. It leads a process group of its own. It waits on a socket whose other end only the monitor holds: a
+message wakes the copy, and the end of the socket ends it. When the worker is dead, the copy becomes a child of the
+monitor, so that the monitor learns its exit status, too.
 
-An env with threads, child processes, sockets, pipes, a GPU or shared memory would not survive the fork whole; then none
+An env with threads, child processes, sockets, pipes, a GPU or shared memory does not survive a fork. Then no snapshot
 is taken, and the control word ``OBSTACLE`` says why.
 """
 
@@ -62,11 +63,11 @@ _SHORTEST = 0.05
 # At the most, so that a replay is short; unless they cost more than one percent then.
 _LONGEST = 0.5
 _LEAST_MULTIPLE = 100
-# Times as long after each try that found an obstacle.
+# After a try that found an obstacle, the next one comes after so many times the interval.
 _OBSTACLE_FACTOR = 4
 # Part of the journal that requests may fill until the next one is due; it is taken after twice as many at the latest.
 _PART_OF_JOURNAL = 0.25
-# Below so many steps between two each step is looked at.
+# If snapshots are fewer steps apart than this, each step is checked for whether one is due.
 _OFTEN = 64
 _PR_SET_PDEATHSIG = 1
 # A snapshot is woken when its parent is dead, or about to be; seconds.
@@ -74,10 +75,10 @@ _ORPHANED_WITHIN = 2.0
 
 
 class Woken(BaseException):
-    """Raised in a snapshot that has been woken, out of what the worker was doing when it was taken.
+    """Raised in a snapshot that has been woken, to leave the code that the worker was running when it forked.
 
     Attributes:
-        ends: The descriptors that it has been handed.
+        ends: The new descriptors.
         number: The last request executed in it.
     """
 
@@ -260,7 +261,7 @@ class Snapshots:
                 message, descriptors, _, _ = socket.recv_fds(channel, WAKING.size, _WAKING_DESCRIPTORS)
             if len(message) < WAKING.size or len(descriptors) < _WAKING_DESCRIPTORS:
                 os._exit(0)  # this copy is no longer needed
-            ends = self._get_up(message, descriptors)
+            ends = self._ends_after_waking(message, descriptors)
             for which, timer in zip(_TIMERS, timers, strict=True):
                 if timer[0]:
                     signal.setitimer(which, *timer)
@@ -269,7 +270,7 @@ class Snapshots:
         raise Woken(ends, self._number)
 
     @staticmethod
-    def _get_up(message: bytes, descriptors: list[int]) -> Ends:
+    def _ends_after_waking(message: bytes, descriptors: list[int]) -> Ends:
         (monitor,) = WAKING.unpack(message)
         wake_socket, memory, stack, announcements, stderr = descriptors
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)

@@ -1,7 +1,8 @@
-"""Resets at which a replay can begin: how the random generators stood before them is told now and then.
+"""Resets at which a replay can begin: before some of them the state of the random generators is saved.
 
-A replay of one slot begins with a reset of its env in a new process, with the generators put back. The state of the
-generators must outlive the process, so it travels with the answer to the request in which the env was reset.
+A replay of one slot begins with a reset of its env in a new process, in which the generators get the state that they
+had before that reset. The state must outlive the process, so it is sent with the answer to the request in which the env
+was reset. Saving a state takes time, so it is not done before every reset.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from typing import Any
 from multienv.wire.segment import BUSY, OTHER_SECONDS, STEP_SECONDS, Segment
 from multienv.worker import seeding
 
-# Part of the envs' time that telling may take; and where processes are replaced by plan, so that a replay is short.
+# Part of the envs' time that saving may take; the larger one where processes are replaced by plan, which replays.
 SHARE, LARGE_SHARE = 0.005, 0.05
-# Seconds that telling takes, about, before it was measured; and how fast what was measured may grow.
+# Seconds that saving takes, about, before it was measured; and the factor by which a measurement may exceed the last.
 _COST, _GROWTH = 1e-4, 1.1
-# Bytes of requests after which a start is told in any case: the journal holds some that lie not far back.
+# Bytes of requests after which a state is saved in any case, so that the journal has a start that is not far back.
 _BYTES = 2**20
 
 
 class Starts:
-    """Tells of the generators before resets, or puts them back.
+    """Saves the state of the generators before resets; in a replay, restores it.
 
     Args:
         envs: Of all slots.
-        share: Part of the envs' time that telling may take; 0: they are not told.
+        share: Part of the envs' time that saving may take; 0: nothing is saved.
         segment: Of the worker; to be replaced when the envs move to another one.
-        generators: Slot → state to put back before its first reset: see ``Build.generators``.
+        first: Slot → state to restore before its first reset: see ``Build.generators``.
 
     Attributes:
-        told: Slot → state of its generators before the reset in the request that is being executed. The reply takes it
-            from here. It stays the same object.
-        replaying: In a replay: slot → state to put back before the slot is reset. Else ``None``.
+        generators: Slot → state of its generators before the reset in the request that is being executed. The reply
+            takes it from here. The dict is never replaced: native code holds it.
+        replaying: In a replay: slot → state to restore before the slot is reset. Else ``None``.
         has_drawn: In a replay envs have drawn other numbers from ``random`` or ``numpy.random`` than the first time.
     """
 
@@ -43,18 +44,18 @@ class Starts:
         envs: Sequence[Any],
         share: float,
         segment: Segment,
-        generators: Mapping[int, bytes] = MappingProxyType({}),
+        first: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
         self.segment = segment
-        self.told: dict[int, bytes] = {}
+        self.generators: dict[int, bytes] = {}
         self.replaying: dict[int, bytes] | None = None
         self.has_drawn = False
-        self._stood: Any = None  # the generators of the process, when they were put back last
+        self._restored: Any = None  # state of the process's generators when they were restored last
         self._envs = envs
         self._share = share
-        self._first = dict(generators)
+        self._first = dict(first)
         # Where some envs of the process are in the middle of an episode, those that it shares are left to them.
-        self._is_of_all = len(generators) == len(envs)
+        self._is_of_all = len(first) == len(envs)
         self._process = seeding.ProcessGenerators()
         self._cost = _COST
         self._with_payload = 0  # bytes of the requests that do not lie in banks
@@ -63,13 +64,13 @@ class Starts:
         self._last: list[tuple[int, float, int] | None] = [None] * len(envs)
 
     def take(self) -> Mapping[int, bytes]:
-        """Return what is to be told, once."""
-        taken = dict(self.told)
-        self.told.clear()
+        """Return the saved states, and forget them."""
+        taken = dict(self.generators)
+        self.generators.clear()
         return taken
 
-    def tell(self, slots: Sequence[int]) -> dict[int, bytes]:
-        """Return how the generators of these slots stand."""
+    def states_of(self, slots: Sequence[int]) -> dict[int, bytes]:
+        """Return the present states of the generators of these slots."""
         return {slot: self._process.with_those_of(self._envs[slot]) for slot in slots}
 
     def before_reset(self, slot: int) -> None:
@@ -78,34 +79,34 @@ class Starts:
         first = self._first.pop(slot, None)
         if first and not generators:
             seeding.restore(self._envs[slot], first, of_process=self._is_of_all)
-            self._is_of_all, self._stood = False, seeding.state_of_process()
+            self._is_of_all, self._restored = False, seeding.state_of_process()
         if self.replaying is not None:
             if generators:
-                stands = seeding.state_of_process()
+                present = seeding.state_of_process()
                 seeding.restore(self._envs[slot], generators)
                 recorded = seeding.state_of_process()
-                # Drawn from, and not as it was the first time: envs that drew then do not take part yet.
-                self.has_drawn = self.has_drawn or stands not in (self._stood, recorded)
-                self._stood = recorded
-        elif self._share and (self.told or self._is_due(slot)):  # envs that are reset together begin together
+                # Something was drawn, and not what was drawn the first time: envs that drew then do not take part yet.
+                self.has_drawn = self.has_drawn or present not in (self._restored, recorded)
+                self._restored = recorded
+        elif self._share and (self.generators or self._is_due(slot)):  # envs that are reset together begin together
             began = time.perf_counter()
-            self.told[slot] = self._process.with_those_of(self._envs[slot])
+            self.generators[slot] = self._process.with_those_of(self._envs[slot])
             self._last[slot] = self.segment.words[BUSY], self.segment.times[OTHER_SECONDS], self._with_payload
             # As it is where nothing else wants the core.
             self._cost = min(time.perf_counter() - began, _GROWTH * self._cost)
 
     def begin_replay(self) -> None:
         """Note that a replay begins."""
-        self.replaying, self.has_drawn, self._stood = {}, False, seeding.state_of_process()
+        self.replaying, self.has_drawn, self._restored = {}, False, seeding.state_of_process()
 
     def look_at_generators(self) -> None:
         """Note whether anything was drawn from the generators of the process since they were put back."""
-        self.has_drawn = self.has_drawn or self._stood != seeding.state_of_process()
+        self.has_drawn = self.has_drawn or self._restored != seeding.state_of_process()
 
     def forget(self, slot: int) -> None:
         """Note that the reset raised: no episode has begun."""
         self._last[slot] = None
-        self.told.pop(slot, None)
+        self.generators.pop(slot, None)
 
     def count(self, seconds: float) -> None:
         """Add to the time of the envs what a reset or a recorded call has taken: a replay takes it again."""

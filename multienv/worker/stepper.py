@@ -1,9 +1,9 @@
-"""Steps the envs of a worker: each writes into its row of a bank, and what is not plain goes beside it.
+"""Steps the envs of a worker: what each returns is written into its row of a bank, and into the payload if need be.
 
-The rows are *cast* to those of a batch, or, of a single env, *verbatim*; see ``worker.cells``. Observations are copied
-as soon as an env returns them (some return the same array at each step), and infos are taken as they are at that
-moment. An env of a batch that raises, or any that is skipped in the request, gets a blank row: what its caller sees is
-the trainer's to say. What a single env raises is the answer to the request.
+Rows of a batch are *cast* to its dtype; the row of a single env is *verbatim*: see ``worker.cells``. Observations are
+copied, and infos copied or pickled, as soon as an env returns them: some envs return the same array at each step. An
+env of a batch that raises, and any env that the request skips, gets a blank row; the trainer then decides what the
+caller sees. If a single env raises, its exception is the answer to the request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gymnasium.vector import utils
 
 from multienv.native import native
 from multienv.wire.actions import action_decoder
-from multienv.wire.banks import ENDED, IRREGULAR, NOT_RESET, RAISED, SKIPPED, STEP, Bank
+from multienv.wire.banks import ENDED, NOT_RESET, PICKLED_ROWS, RAISED, SKIPPED, STEP, Bank
 from multienv.wire.codecs import REWARD_TAGS
 from multienv.wire.digests import MARK, digester, evidence_of, pack_evidence
 from multienv.wire.infos import InfoPacker
@@ -31,7 +31,7 @@ from multienv.worker.env_group import EnvGroup
 from multienv.worker.failures import failure_of, pickled, wrong_result
 from multienv.worker.replies import answer_failure, answer_rows
 
-# Executes a request; returns what the worker's loop is to know of it, see Host.handle.
+# Executes a request. Host.handle says what it returns.
 Handle = Callable[[int], Any]
 Infos = list[tuple[int, Any]]  # slot and info: a dict of numbers, or the pickle of anything else
 Failures = dict[int, Failure]
@@ -56,7 +56,7 @@ class Stepper:
         self._is_array = type(self._asked_space) in (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
         self._decode = action_decoder(self._asked_space, segment)
         self._packer = InfoPacker(group.slots)
-        self._sides = [_Side(group, bank) for bank in segment.banks]
+        self._replies = [_Reply(group, bank) for bank in segment.banks]
 
     def compile(self, otherwise: Handle) -> Handle:  # noqa: C901 - see below
         """Return the function that executes any request.
@@ -71,22 +71,22 @@ class Stepper:
         words, calls, ndarray, tags, exact = segment.words, group.calls, np.ndarray, _PLAIN_REWARDS, group.exact
         slots, marks = range(group.slots), range(1, group.slots + 1)
         targets: list[tuple[Any, ...]] = [
-            (side, side.bank.view, side.rows.cells, side.bank.rewards.data, side.digest) for side in self._sides
+            (reply, reply.bank.view, reply.rows.cells, reply.bank.rewards.data, reply.digest) for reply in self._replies
         ]
-        rows = self._sides[0].rows
-        key, taken, is_loose, told = rows.key, rows.taken, rows.loose is not None, group.starts.told
+        rows = self._replies[0].rows
+        key, taken, generators = rows.key, rows.taken, group.starts.generators
 
         def handle(number: int) -> Any:  # noqa: C901
-            side, view, cells, rewards, digest = targets[number & 1]
+            reply, view, cells, rewards, digest = targets[number & 1]
             if view[0] != STEP:
                 return otherwise(number)
             words[BUSY] = number
             infos: Infos = []
             failures: Failures = {}
-            side.clear_flags()
+            reply.clear_flags()
             try:
                 tag = view[1]
-                asked = self._calls_without(side) if tag & SKIPPED else calls
+                asked = self._calls_without(reply) if tag & SKIPPED else calls
                 if not exact:
                     actions = decode(number, tag & ~SKIPPED)
                     if not is_array:
@@ -111,18 +111,18 @@ class Stepper:
                         except (TypeError, ValueError):
                             goes_on = False
                         if not goes_on:
-                            info = rest(side, slot, result)
+                            info = rest(reply, slot, result)
                         if info:
                             infos.append((slot, taken(info)))
                     except Exception as error:
                         if exact and not isinstance(error, _SkippedError):
                             raise
-                        self._note_error(side, slot, error, infos, failures)
-                if infos or failures or told or side.flags & IRREGULAR:
-                    finish(number, side, infos, failures)
+                        self._note_error(reply, slot, error, infos, failures)
+                if infos or failures or generators or reply.flags & PICKLED_ROWS:
+                    finish(number, reply, infos, failures)
                 else:
-                    if side.flags:
-                        view[3] = side.flags
+                    if reply.flags:
+                        view[3] = reply.flags
                     if digest is not None:
                         digest()
                     if words[REPLY_PAYLOAD + (number & 1)]:
@@ -133,7 +133,7 @@ class Stepper:
             words[BUSY] = 0
             return None
 
-        if native is None or is_loose or not (exact or is_array):
+        if native is None or rows.pickled_rows is not None or not (exact or is_array):
             return handle
         return native.Step(  # type: ignore[no-any-return]
             reference=handle,
@@ -143,69 +143,69 @@ class Stepper:
             fail=partial(answer_failure, segment),
             write_payload=segment.write_reply_payload,
             take_info=taken,
-            told=told,
+            generators=generators,
             words=words,
             calls=calls,
             decode=decode,
             packer=self._packer,
             is_verbatim=exact,
             sides=tuple(
-                (bank, place, side.rows.whole, side.rows.cells, key, side.digest, side)
-                for bank, place, side in zip(segment.banks, segment.reply_places, self._sides, strict=True)
+                (bank, area, reply.rows.whole, reply.rows.cells, key, reply.digest, reply)
+                for bank, area, reply in zip(segment.banks, segment.reply_areas, self._replies, strict=True)
             ),
         )
 
     def reset(self, number: int, message: Reset) -> None:
         """Execute a reset of the slots that are named and not skipped. Raises what a single env raises."""
-        group, side = self._group, self._sides[number & 1]
+        group, reply = self._group, self._replies[number & 1]
         infos: Infos = []
         failures: Failures = {}
-        side.clear_flags()
+        reply.clear_flags()
         for slot in range(group.slots):
-            is_skipped = side.bank.view[1] & SKIPPED and side.bank.skipped[slot]
+            is_skipped = reply.bank.view[1] & SKIPPED and reply.bank.skipped[slot]
             if is_skipped or not message.touches(slot):
                 if is_skipped:
                     group.end(slot)
-                side.blank(slot)
+                reply.blank(slot)
                 continue
             try:
                 observation, info = group.begin(slot, seed=message.seeds[slot], options=message.options[slot])
-                self._begin(side, slot, observation, info, infos)
+                self._begin(reply, slot, observation, info, infos)
             except Exception as error:
                 if group.exact:
                     raise
-                self._note_failure(side, slot, failure_of(error), failures)
-        self._finish(number, side, infos, failures)
+                self._note_failure(reply, slot, failure_of(error), failures)
+        self._finish(number, reply, infos, failures)
 
-    def _begin(self, side: _Side, slot: int, observation: Any, info: Any, infos: Infos) -> None:
+    def _begin(self, reply: _Reply, slot: int, observation: Any, info: Any, infos: Infos) -> None:
         """Write what a reset returned."""
-        side.rows.take(slot, 0.0, False, False)
-        side.show(slot, observation)
+        reply.rows.take(slot, 0.0, False, False)
+        reply.show(slot, observation)
         if info:
-            infos.append((slot, side.rows.taken(info)))
+            infos.append((slot, reply.rows.taken(info)))
 
     # --- ends and errors --------------------------------------------------------------------------
 
-    def _rest(self, side: _Side, slot: int, result: Any) -> Any:
+    def _rest(self, reply: _Reply, slot: int, result: Any) -> Any:
         """Write what an env returned that ends its episode, or is of other types than most; return the info."""
         try:
             observation, reward, terminated, truncated, info = result
         except (TypeError, ValueError):
             raise wrong_result("step", _STEP_RESULT, result) from None
-        side.rows.take(slot, reward, terminated, truncated)
+        reply.rows.take(slot, reward, terminated, truncated)
         if terminated or truncated:
-            side.note_end(slot, terminated, truncated)
-            observation, info = self._end(side, slot, result)
-        side.show(slot, observation)
+            reply.note_end(slot, terminated, truncated)
+            observation, info = self._end(reply, slot, result)
+        reply.show(slot, observation)
         return info
 
-    def _end(self, side: _Side, slot: int, result: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _end(self, reply: _Reply, slot: int, result: tuple[Any, ...]) -> tuple[Any, Any]:
         """Note that an episode has ended with what ``step`` returned; return observation and info for the caller."""
         self._group.end(slot)
         observation, reward, terminated, truncated, info = result
         if self._group.autoreset != "SAME_STEP":
             return observation, info
-        side.note_final(slot, observation)
+        reply.note_final(slot, observation)
         data = pickled("step", (observation, reward, bool(terminated), bool(truncated), info))
         final_observation, _, _, _, final_info = pickle.loads(data)  # the env may change its own in reset()
         try:
@@ -214,74 +214,74 @@ class Stepper:
             raise _ResetRaisedError(data) from error
         return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}
 
-    def _calls_without(self, side: _Side) -> list[Callable[[Any], Any]]:
+    def _calls_without(self, reply: _Reply) -> list[Callable[[Any], Any]]:
         """Return what a step calls for each slot, where those that are skipped are not stepped."""
-        pairs = zip(self._group.calls, side.bank.skipped.tolist(), strict=True)
+        pairs = zip(self._group.calls, reply.bank.skipped.tolist(), strict=True)
         return [partial(_be_skipped, skipped) if skipped else call for call, skipped in pairs]
 
-    def _note_error(self, side: _Side, slot: int, error: Exception, infos: Infos, failures: Failures) -> None:
+    def _note_error(self, reply: _Reply, slot: int, error: Exception, infos: Infos, failures: Failures) -> None:
         """Answer for an env that raised in a step, or is skipped in it: its episode ends with a blank row."""
         group = self._group
         if isinstance(error, _SkippedError):
             group.end(slot)
-            side.blank(slot)
+            reply.blank(slot)
             if error.args == (NOT_RESET,):
                 return
         elif isinstance(error, _ResetRaisedError):
             assert error.__cause__ is not None
             failure = replace(failure_of(error.__cause__), returned=error.args[0])
-            self._note_failure(side, slot, failure, failures)
+            self._note_failure(reply, slot, failure, failures)
             return
         else:
-            self._note_failure(side, slot, failure_of(error), failures)
+            self._note_failure(reply, slot, failure_of(error), failures)
             if not group.truncates_errors:
                 return
-            side.note_end(slot, False, True)
+            reply.note_end(slot, False, True)
         if group.autoreset == "SAME_STEP":
             try:
-                self._begin(side, slot, *group.begin(slot), infos)
+                self._begin(reply, slot, *group.begin(slot), infos)
             except Exception as again:
-                self._note_failure(side, slot, failure_of(again), failures)
+                self._note_failure(reply, slot, failure_of(again), failures)
 
-    def _note_failure(self, side: _Side, slot: int, failure: Failure, failures: Failures) -> None:
+    def _note_failure(self, reply: _Reply, slot: int, failure: Failure, failures: Failures) -> None:
         self._group.end(slot)
-        side.blank(slot)
-        side.note_failure(slot)
+        reply.blank(slot)
+        reply.note_failure(slot)
         failures[slot] = failure
 
     # --- replies ----------------------------------------------------------------------------------
 
-    def _finish(self, number: int, side: _Side, infos: Infos, failures: Failures) -> None:
+    def _finish(self, number: int, reply: _Reply, infos: Infos, failures: Failures) -> None:
         """Write head and payload of a reply that is not plain, once the rows are written."""
         self._segment.words[SLOT] = 0
-        if side.digest is not None:
-            side.digest()
-        rows, evidence, irregular, flags = side.rows, b"", b"", side.flags
-        if flags & IRREGULAR:
-            assert rows.loose is not None
-            evidence, irregular = pack_evidence(rows.evidence), pickle.dumps(rows.loose, protocol=5)
+        if reply.digest is not None:
+            reply.digest()
+        rows, evidence, pickled_rows, flags = reply.rows, b"", b"", reply.flags
+        if flags & PICKLED_ROWS:
+            assert rows.pickled_rows is not None
+            evidence, pickled_rows = pack_evidence(rows.evidence), pickle.dumps(rows.pickled_rows, protocol=5)
         answer_rows(
             self._segment,
             number,
             self._packer,
             infos,
             flags=flags,
-            tag=side.bank.view[4],
+            tag=reply.bank.view[4],
             evidence=evidence,
-            irregular=irregular,
+            pickled_rows=pickled_rows,
             failures=failures,
             generators=self._group.starts.take(),
             spaces=self._group.take_spaces(),
         )
 
 
-class _Side:
-    """One of the two banks.
+class _Reply:
+    """Writes the rows and flags of a reply into one of the two banks.
 
     Attributes:
-        rows: Where the envs' observations and rewards go.
-        flags: Those of the reply, as far as they are known.
-        digest: Computes the digests, where observations are digested.
+        rows: Writes observations and rewards.
+        flags: Of the reply, as far as they are known.
+        digest: Computes the digests, if this bank has them; else ``None``.
     """
 
     __slots__ = ("_flags", "_least", "_unset", "bank", "digest", "flags", "rows")
@@ -289,7 +289,7 @@ class _Side:
     def __init__(self, group: EnvGroup, bank: Bank) -> None:
         self.bank = bank
         self.rows: Cast | Verbatim = (Verbatim if group.exact else Cast)(group.observation_space, bank)
-        self.flags = self._least = 0 if self.rows.loose is None else IRREGULAR
+        self.flags = self._least = 0 if self.rows.pickled_rows is None else PICKLED_ROWS
         self.digest: Callable[[], None] | None = None
         if bank.digests is not None:
             self.digest = digester(bank.digests, self.rows.leaves)
@@ -300,11 +300,11 @@ class _Side:
     def show(self, slot: int, observation: Any) -> None:
         """Write an observation, whatever it is."""
         self.rows.show(slot, observation)
-        if self.rows.loose is not None:
-            self.flags |= IRREGULAR
+        if self.rows.pickled_rows is not None:
+            self.flags |= PICKLED_ROWS
 
     def blank(self, slot: int) -> None:
-        """Write the row of an env of which there is nothing to tell."""
+        """Write the row of an env that has nothing to show: zeros."""
         self.bank.terminated[slot] = self.bank.truncated[slot] = False
         self.rows.blank(slot)
 

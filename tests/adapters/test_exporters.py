@@ -26,7 +26,7 @@ ENDLESS = partial(CounterEnv, horizon=None)
 
 
 def envs_with_two_losses(*hooks: Any) -> SubprocessVectorEnv:
-    """Envs in two workers, one of which has been lost twice: brought back, and truncated."""
+    """Envs in two workers, one of which has been lost twice: recovered, and truncated."""
     envs = SubprocessVectorEnv(
         [ENDLESS] * 4, envs_per_worker=2, hooks=hooks, restart=RestartPolicy(on_timeout="truncate"), reports=""
     )

@@ -198,7 +198,7 @@ def test_observations_of_any_size_are_held_against_a_replay():
         assert "observation differs" in infos[before[0]]["multienv"]["reason"]
 
 
-# --- what cannot be brought back ------------------------------------------------------------------
+# --- what cannot be recovered --------------------------------------------------------------------
 
 
 def acted(env: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``Deadlines(step="auto", reset="auto")``: deadlines that nobody chose heal what hangs by chance, and end nothing that is slow."""
+"""``Deadlines(step="auto", reset="auto")``: deadlines that nobody chose recover what hangs by chance, and end nothing that is slow."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def losses(envs: Any) -> int:
 
 @pytest.mark.parametrize("steps_before", [20, 70])
 @FACES
-def test_an_env_that_hangs_by_chance_after_twenty_steps_is_healed(face: Any, steps_before: int, tmp_path: Path) -> None:
+def test_an_env_that_hangs_by_chance_after_twenty_steps_is_recovered(
+    face: Any, steps_before: int, tmp_path: Path
+) -> None:
     with face(tmp_path, deadlines=AUTO) as envs:
         envs.reset(seed=5)
         actions = [0] * steps_before + [HANGS_ONCE, 0, 0]

@@ -66,7 +66,7 @@ def test_another_env_goes_on_bit_for_bit(name: str, steps: int) -> None:
         other.reset(seed=99)
         other.load_state_dict(state)
         assert other.statistics().steps == state["steps"]
-        kill_worker(other)  # it can be brought back as any other
+        kill_worker(other)  # it can be recovered as any other
         actual = go_on(other, actions, ended=ended)
         assert other.statistics().exact_recoveries == 1
     assert first_difference(actual, expected) is None

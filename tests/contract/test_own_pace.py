@@ -358,7 +358,7 @@ def test_a_dead_worker_is_noticed_while_others_are_always_ready(face: Any) -> No
         envs.send(batch(envs, [1] * 3))
         until, seen = time.monotonic() + 20.0, set[int]()
         while 0 not in seen:
-            assert time.monotonic() < until, "it was never brought back"
+            assert time.monotonic() < until, "it was never recovered"
             time.sleep(0.02)  # a policy that takes longer than the envs
             indices = envs.recv(1)[-1]
             seen.update(indices)

@@ -1,4 +1,4 @@
-"""An env that nobody has seeded has a generator with a recorded seed: it can be brought back all the same."""
+"""An env that nobody has seeded has a generator with a recorded seed: it can be recovered all the same."""
 
 from __future__ import annotations
 

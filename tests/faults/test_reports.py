@@ -43,7 +43,7 @@ def only(directory: Path) -> dict[str, Any]:
     return report
 
 
-def test_a_kill_that_is_healed(reports: Path) -> None:
+def test_a_kill_that_is_recovered(reports: Path) -> None:
     events: list[Any] = []
     with SubprocessEnv(partial(gymnasium.make, "CartPole-v1"), env_index=3, hooks=[events.append]) as env:
         first, _ = env.reset(seed=5)

@@ -114,8 +114,8 @@ def test_a_snapshot_that_nobody_wants_ends() -> None:
 # --- an env that strays --------------------------------------------------------------------------------
 
 
-def test_an_env_that_a_snapshot_does_not_bring_back_costs_the_others_of_its_process_nothing() -> None:
-    """The journal brings it back, and the one that nothing brings back is truncated alone."""
+def test_an_env_that_a_snapshot_does_not_recover_costs_the_others_of_its_process_nothing() -> None:
+    """The journal recovers it, and the one that nothing recovers is truncated alone."""
     rungs, stray = Rungs(), partial(NondeterministicEnv, since=1, horizon=None)
     env_fns = [ENDLESS, partial(ForkShyEnv, horizon=None), stray]
     with Face("vector_env", env_fns, restart=OFTEN, hooks=[rungs]) as face:
@@ -286,7 +286,7 @@ def test_wrong_calls() -> None:
 
 
 @pytest.mark.parametrize("on_crash", ["raise", "truncate"])
-def test_snapshot_of_a_dead_worker_that_nothing_is_to_bring_back_says_so(on_crash: Any) -> None:
+def test_snapshot_of_a_dead_worker_that_is_not_to_be_recovered_says_so(on_crash: Any) -> None:
     with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(on_crash=on_crash)) as env:
         env.reset(seed=0)
         kill_worker(env)

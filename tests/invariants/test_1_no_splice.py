@@ -1,6 +1,6 @@
 """Invariant 1: two transitions in a row belong to one episode, unless the first ends it or the caller reset.
 
-The envs show episode and step in each observation. Those that draw from ``os.urandom`` cannot be brought back without a
+The envs show episode and step in each observation. Those that draw from ``os.urandom`` cannot be recovered without a
 snapshot, so each kill must end their episode; the others must go on as if nothing had been.
 """
 

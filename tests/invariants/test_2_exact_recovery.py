@@ -95,7 +95,7 @@ def test_every_way_to_lose_a_worker_is_made_good(kind: str, manner: Any, marker:
 
 
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
-def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly(kind: str) -> None:
+def test_a_journal_that_has_forgotten_its_beginning_recovers_the_envs_exactly(kind: str) -> None:
     """The steps take a millisecond, so that the past soon takes longer than is replayed whole."""
     # With a limit of memory more resets are told of.
     policy = RestartPolicy(snapshots=False, begins_anew=True, max_rss=2**40)

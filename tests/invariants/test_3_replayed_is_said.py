@@ -159,7 +159,7 @@ def test_deaths_however_soon_after_each_other_are_exact(dear: None) -> None:
             left[0] -= 1
             kill_worker(play.env)
 
-    play.env._supervisor.record._hooks += (strike,)
+    play.env._supervisor.reporter._hooks += (strike,)
     play.walk(300, kills=[*range(60, 300, 50)]).close()
     assert (set(play.outcomes()), play.differs, left) == ({"exact"}, None, [0])
     assert len(play.outcomes()) == 12 + 5
@@ -199,7 +199,7 @@ def test_replay_from_the_construction_repeats_resets_that_raised(kind: str) -> N
 def test_replay_that_has_forgotten_an_attribute_is_not_exact_whatever_the_user_says(
     dear: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "LASTING", 3)
+    monkeypatch.setattr(journal, "MOST_CALLS", 3)
     play = Play(
         partial(CounterEnv, horizon=5, count_episodes=False), restart=RestartPolicy(begins_anew=True, **NO_SNAPSHOTS)
     )
@@ -230,7 +230,7 @@ def test_kept_snapshot_that_is_gone_is_replayed_from_a_reset_with_a_warning_or_r
             play.env.restore(token)
     else:
         play.env.restore(token)
-        assert "brought back by a replay from a reset" in caplog.text
+        assert "restored by a replay from a reset" in caplog.text
     play.close()
 
 

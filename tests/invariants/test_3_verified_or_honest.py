@@ -71,7 +71,7 @@ def test_an_env_that_does_otherwise_the_second_time_is_truncated(
 
 
 @pytest.mark.parametrize("kind", AND_ASYNC)
-def test_a_snapshot_brings_back_what_no_replay_could(kind: str) -> None:
+def test_a_snapshot_recovers_what_no_replay_could(kind: str) -> None:
     policy = RestartPolicy(snapshot_every=1)
     events: list[Any] = []
     with Face(kind, [partial(NondeterministicEnv, horizon=None)] * 2, restart=policy, hooks=[events.append]) as face:

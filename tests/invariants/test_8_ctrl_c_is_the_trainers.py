@@ -1,6 +1,6 @@
 """Invariant 8: Ctrl-C is the trainer's. Workers ignore SIGINT, and a handler can still step and close. A call that is
 interrupted while it waits is completed by the next one. One in which another handler raises while it sends was never
-made, and the workers that it had asked are brought back. Nothing is lost or doubled.
+made, and the workers that it had asked are recovered. Nothing is lost or doubled.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class ManagerRun:
         self.case = case
         # These envs remember earlier episodes; and a reset in the background may begin a new life, of which nothing is
         # told, but in which calls are repeated.
-        constants = replace(constants_of(case.rare), lasting=1000, journal_limit=None)
+        constants = replace(constants_of(case.rare), most_calls=1000, journal_limit=None)
         is_forgetful = constants.forgets or case.policy == "short journal"
         self.constants = replace(constants, recycle_after_steps=None) if is_forgetful else constants
         self.simulation = Simulation(case.faults, case.eager)

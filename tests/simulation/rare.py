@@ -23,7 +23,7 @@ class Constants:
         journal_limit, replay_limit: The same; ``None``: as the policy has them.
         losses: ``state_machine.LOSSES``.
         shows_after: When an env that remembers something across resets shows it, see ``SimulatedEnv``.
-        lasting: ``journal.LASTING``.
+        most_calls: ``journal.MOST_CALLS``.
         sample: ``hot_path.SAMPLE``.
         payload: Bytes of a payload that have a place among the control words.
         auto: The deadlines of steps and resets are found from the times seen, from the first one on.
@@ -37,7 +37,7 @@ class Constants:
     replay_limit: float | None = None
     losses: int = 6
     shows_after: int | None = 5
-    lasting: int = 1000
+    most_calls: int = 1000
     sample: int = 63
     payload: int = 512
     auto: bool = False
@@ -45,7 +45,7 @@ class Constants:
     @property
     def forgets(self) -> bool:
         """Whether a journal may have forgotten what a recovery needs."""
-        return self.journal_limit is not None or self.replay_limit is not None or self.lasting < 1000
+        return self.journal_limit is not None or self.replay_limit is not None or self.most_calls < 1000
 
     def policy(self, base: RestartPolicy) -> RestartPolicy:
         """Return a policy with these constants."""
@@ -69,7 +69,7 @@ class Constants:
         changes = [
             (state_machine, "LOSSES", self.losses),
             (recoverer, "LOSSES", self.losses),
-            (journal, "LASTING", self.lasting),
+            (journal, "MOST_CALLS", self.most_calls),
             (journal, "OVERHEAD", 0),
             (hot_path, "SAMPLE", self.sample),
             (supervisor, "SAMPLE", self.sample),
@@ -108,7 +108,7 @@ def constants_of(seed: int) -> Constants:
         replay_limit=rarely(0.0, None) if dice.random() < 0.3 else None,
         losses=rarely(dice.choice([3, 4]), 6),
         shows_after=rarely(dice.choice([1, None]), 5),
-        lasting=rarely(dice.choice([0, 1]), 1000),
+        most_calls=rarely(dice.choice([0, 1]), 1000),
         sample=dice.choice([0, 1, 3, 63]),
         payload=dice.choice([16, 64, 512]),
         auto=rarely(True, False),

@@ -26,7 +26,7 @@ EPISODES = (
 # The same for policies that replay nothing: what was called and set is not repeated in a new process.
 WITHOUT_REPLAY = tuple(("ask",) if op[0] == "call" else op for op in EPISODES if op[0] != "set")
 # One of many episodes after a call and an attribute that all of them show.
-LASTING = (
+CALLS = (
     ("reset", 7),
     ("step", 0),
     ("call", 0.5),
@@ -120,15 +120,15 @@ def bases() -> Iterator[Case]:
         ops = tuple(op for op in PACES if op[0] != "call" or policy in REPLAYS)
         yield Case(face, policy, ops, eager=eager)
     for face in FACES:
-        yield Case(face, "starts", LASTING)
+        yield Case(face, "starts", CALLS)
     for face, eager in product(FACES, (False, True)):
-        for ops in (EPISODES, LASTING, *[ROLLOUTS] * (face in ROLLING), *[PACES] * (face in PACING)):
+        for ops in (EPISODES, CALLS, *[ROLLOUTS] * (face in ROLLING), *[PACES] * (face in PACING)):
             yield Case(face, "memory", ops, eager=eager)
 
 
 def name_of(case: Case) -> str:
     """Return the name of such a program in a list of tests."""
-    named = {BRANCHES: "branches", LASTING: "lasting"}
+    named = {BRANCHES: "branches", CALLS: "calls"}
     program = "rollouts" if ("roll", 0, 3) in case.ops else named.get(case.ops, "episodes")
     program = "own pace" if ("pace", 0) in case.ops else program
     return f"{case.face}-{case.policy}-{program}-{'eager' if case.eager else 'lazy'}"

@@ -346,7 +346,7 @@ class SimulatedWatch:
             answered, ended = self._sorted([member])
             if answered or ended:
                 return answered, ended
-        while OneByOne.busy:  # a thread heals another env, in true time
+        while OneByOne.busy:  # a thread recovers another env, in true time
             if select.select([self.bell.descriptor], [], [], 0.01)[0]:
                 self.bell.silence()
                 return [], []

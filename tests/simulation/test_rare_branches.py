@@ -15,7 +15,7 @@ import multienv
 from multienv import sometimes
 from simulation.managers import ENVS, ManagerCase, ManagerRun, manager_bases
 from simulation.programs import FACES, Case, Run
-from simulation.schedules import BRANCHES, EPISODES, LASTING, PACES, REPLAYS, ROLLOUTS, WITHOUT_REPLAY, bases, faults_of
+from simulation.schedules import BRANCHES, CALLS, EPISODES, PACES, REPLAYS, ROLLOUTS, WITHOUT_REPLAY, bases, faults_of
 from simulation.simulation import CRASHED, Fault, Simulation
 
 SEED = 1
@@ -47,7 +47,7 @@ DIRECTED: dict[str, Case | ManagerCase] = {
         EPISODES,
         (Fault(0, "request", 4, "in the env", code=CRASHED, times=2), Fault(0, "replay", 2, "raises")),
     ),
-    "no short replay leads back": Case(
+    "no short replay recovers the envs": Case(
         "subprocess_env",
         "snapshot",
         EPISODES,
@@ -87,7 +87,7 @@ DIRECTED: dict[str, Case | ManagerCase] = {
         "SAME_STEP", "budget", PACES_WITHOUT_CALLS, (Fault(0, "launch", 2, "no descriptors"),), eager=True, rare=483725
     ),
     "an env whose reset ends processes is built anew": Case(
-        "SAME_STEP", "starts", LASTING, (Fault(0, "request", 6, "in the env", code=CRASHED, times=4),), rare=198390
+        "SAME_STEP", "starts", CALLS, (Fault(0, "request", 6, "in the env", code=CRASHED, times=4),), rare=198390
     ),
     "a reset or a call ends process after process": Case(
         "SAME_STEP", "journal", ROLLOUTS, (Fault(0, "request", 6, "garbage", times=4),), eager=True, rare=64512

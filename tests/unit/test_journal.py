@@ -22,7 +22,7 @@ from multienv.recovery import journal as journal_module
 from multienv.recovery.journal import Journal, Plan, Start, furthest_replay
 
 STRIDE, SLOTS = 16, 2
-AFFORDABLE, LASTING = 2.0, 2
+AFFORDABLE, MOST_CALLS = 2.0, 2
 POLICIES = [RestartPolicy(), RestartPolicy(accept="exact"), RestartPolicy(begins_anew=True),
             RestartPolicy(accept="exact", begins_anew=True)]  # fmt: skip
 
@@ -31,7 +31,7 @@ POLICIES = [RestartPolicy(), RestartPolicy(accept="exact"), RestartPolicy(begins
 def small_numbers():
     """A few requests are enough for all that the journal decides."""
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in (("AFFORDABLE", AFFORDABLE), ("LASTING", LASTING), ("OVERHEAD", 0)):
+        for name, value in (("AFFORDABLE", AFFORDABLE), ("MOST_CALLS", MOST_CALLS), ("OVERHEAD", 0)):
             patched.setattr(journal_module, name, value)
         yield
 
@@ -67,15 +67,15 @@ class Model(RuleBasedStateMachine):
         self.journal, self.number, self.seconds = Journal(recording=True, policy=policy), number, 10.0
         self.policy = policy
         self.journal.lay_out(STRIDE, SLOTS)
-        self.lasting: list[Asked] = []
+        self.calls: list[Asked] = []
         self.begin()
         self.episodes(episodes, {*range(SLOTS)})
 
     def begin(self) -> None:
-        payloads = [one.data for one in self.lasting]
-        assert self.journal.all_lasting() == tuple(payloads)
+        payloads = [one.data for one in self.calls]
+        assert self.journal.kept_calls() == tuple(payloads)
         self.journal.begin(self.number, payloads)
-        self.lasting = [Asked(self.number, payload) for payload in payloads]
+        self.calls = [Asked(self.number, payload) for payload in payloads]
         self.asked: list[Asked] = []
         self.starts: list[list[Start]] = [[] for _ in range(SLOTS)]
         self.ended = [0] * SLOTS
@@ -111,7 +111,7 @@ class Model(RuleBasedStateMachine):
         self.number = number = self.number + skipped + 1
         self.repeat(lambda: self.journal.log(number, entry, payload), cuts)
         self.asked.append(Asked(number, entry))
-        self.lasting += [Asked(number, payload)] * bool(payload)
+        self.calls += [Asked(number, payload)] * bool(payload)
         self.repeat(lambda: self.journal.note_ends(sorted(ended), number), cuts)
         for slot in ended:
             self.ended[slot] = number
@@ -196,8 +196,8 @@ class Model(RuleBasedStateMachine):
         ]  # fmt: skip
         trim(self.journal)
         assert self.journal.dump() == expected.dump()
-        while len(self.lasting) > LASTING or sum(len(one.data) for one in self.lasting) > limit // 4:
-            del self.lasting[0]
+        while len(self.calls) > MOST_CALLS or sum(len(one.data) for one in self.calls) > limit // 4:
+            del self.calls[0]
             self.has_forgotten = True
 
         # What is held is bounded by the limits, and by episodes.
@@ -266,15 +266,15 @@ class Model(RuleBasedStateMachine):
             assert slot in plan.missing or not before
         assert not plan.begun.keys() & {*plan.missing}
         assert len(plan.missing) < SLOTS
-        kept = self.lasting[len(self.lasting) - len(self.journal.all_lasting()) :]
+        kept = self.calls[len(self.calls) - len(self.journal.kept_calls()) :]
         front = replayed[0].number if replayed else self.number + 1
-        assert plan.lasting == tuple(one.data for one in kept if one.number < front)
+        assert plan.calls == tuple(one.data for one in kept if one.number < front)
 
     @invariant()
     def nothing_that_a_plan_needs_is_forgotten(self) -> None:
         journal = self.journal
         assert [history.is_whole for history in journal.histories] == self.whole
-        assert journal.all_lasting() == tuple(one.data for one in self.lasting)
+        assert journal.kept_calls() == tuple(one.data for one in self.calls)
         takes_resets = self.policy.accept == "replayed" or self.begins_anew
         proven = {slot: found for slot in range(SLOTS) if takes_resets and (found := self.proven(slot))}
         plans, near = journal.plans(), journal.plans(near=True)
@@ -304,7 +304,7 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def the_bytes_that_it_says_it_holds_are_held(self) -> None:
         starts = [start.generators for history in self.journal.histories for start in history.starts]
-        held = [*self.journal.entries.values(), *self.journal.all_lasting(), *starts]
+        held = [*self.journal.entries.values(), *self.journal.kept_calls(), *starts]
         assert len(self.journal) == sum(map(len, held))
 
 

@@ -26,8 +26,8 @@ def budget(dice: float = LARGEST_DIE, **policy: Any) -> RestartBudget:
 
 def test_the_first_restart_is_immediate_and_the_wait_doubles_up_to_its_limit():
     one = budget(backoff=1.0, max_backoff=8.0)
-    assert [one.admit(float(now), progress=5) for now in range(7)] == pytest.approx([0, 1, 2, 4, 8, 8, 8])
-    assert [one.admit(0.0, progress=5) for _ in range(2000)][-1] == pytest.approx(8.0)  # and overflows never
+    assert [one.admit(float(now), answered=5) for now in range(7)] == pytest.approx([0, 1, 2, 4, 8, 8, 8])
+    assert [one.admit(0.0, answered=5) for _ in range(2000)][-1] == pytest.approx(8.0)  # and overflows never
 
 
 def test_an_interrupted_recovery_is_charged_once_and_has_its_whole_time_when_it_goes_on(
@@ -36,14 +36,14 @@ def test_an_interrupted_recovery_is_charged_once_and_has_its_whole_time_when_it_
     now = [100.0]
     monkeypatch.setattr(recoverer_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pytest.fail))
     recoverer = Recoverer(None, RestartPolicy(max_restarts=1), Deadlines(recovery=20.0), print, print)  # type: ignore[arg-type]
-    effort = recoverer.begin()
+    progress = recoverer.begin()
     for _ in range(3):
-        recoverer.admit(effort, progress=0)
+        recoverer.admit(progress, answered=0)
         now[0] += 50.0
-        recoverer.arm(effort)
-        assert effort.until == now[0] + 20.0
+        recoverer.arm(progress)
+        assert progress.until == now[0] + 20.0
     with pytest.raises(BudgetSpentError):
-        recoverer.admit(recoverer.begin(), progress=0)
+        recoverer.admit(recoverer.begin(), answered=0)
 
 
 @given(

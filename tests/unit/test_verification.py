@@ -23,8 +23,8 @@ from multienv.wire.banks import (
     ENDED,
     FAILED,
     HEAD,
-    IRREGULAR,
     MESSAGE,
+    PICKLED_ROWS,
     STEP,
     STEPPED,
     VALUE,
@@ -136,7 +136,7 @@ def test_an_observation_that_ended_an_episode_in_a_step_that_began_the_next_one_
 def rows(*values: Any) -> bytes:
     """An entry whose rows fit no layout; None: that env raised."""
     told = [b"" if value is None else evidence_of(value) for value in values]
-    return entry(INLINE, flags=IRREGULAR, evidence=pack_evidence(told))
+    return entry(INLINE, flags=PICKLED_ROWS, evidence=pack_evidence(told))
 
 
 LARGE, OTHER = np.zeros(1000), np.ones(1000)
@@ -153,7 +153,7 @@ LARGE, OTHER = np.zeros(1000), np.ones(1000)
         ((LARGE, "b", "c"), ("a", "b", "c"), [0]),
     ],
 )
-def test_irregular_rows_are_compared_slot_by_slot_from_their_start_on(before, after, differ):
+def test_pickled_rows_are_compared_slot_by_slot_from_their_start_on(before, after, differ):
     one, other = rows(*before), rows(*after)
     assert len(one) < 1000
     assert list(differences(one, other, INLINE, exact=False)) == differ

@@ -1,4 +1,4 @@
-"""What happened to one worker: counted, told to hooks and to the log."""
+"""Counts and reports what happens to one worker: to hooks, to the log, in crash reports and in errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multienv.errors import WorkerLostError
-from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics, tell
+from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics, call_hooks
 from multienv.processes.channel import Channel, Gone
-from multienv.recovery.policy import Effort
+from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
 from multienv.recovery.repeats import Repeats
 from multienv.reports.crash import Case, CrashReports
@@ -24,8 +24,10 @@ logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
 
 
-class Record:
-    """Counts what happens to one worker, and tells of it.
+class Reporter:
+    """Counts and reports what happens to one worker.
+
+    Hooks are not called at once: their events are queued until the caller's call is done.
 
     Args:
         position: Of the worker.
@@ -35,8 +37,8 @@ class Record:
 
     Attributes:
         asked: Seeds of the reset that was asked for last, answered or not.
-        told: Hooks, each with an event that it has not been called with yet: they are called when the caller's call is
-            done. Several fan-outs may look at it, so that it is never replaced.
+        events: Hooks, each with an event that it has not been called with yet. Several fan-outs read it, so it is never
+            replaced.
     """
 
     def __init__(self, position: Position, index: int | None, hooks: tuple[Hook, ...], reports: Path | None) -> None:
@@ -45,7 +47,7 @@ class Record:
         self.asked: Sequence[int | None] = ()
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
-        self.told: deque[tuple[Callable[[Any], object], Any]] = deque()
+        self.events: deque[tuple[Callable[[Any], object], Any]] = deque()
         self._slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
@@ -97,12 +99,12 @@ class Record:
             failure, index=self.index_of(slot), command=command, step=step, seed=self.seed_of(slot, command)
         )
 
-    def truncation(self, slot: int, reason: str) -> dict[str, Any]:
+    def truncation_info(self, slot: int, reason: str) -> dict[str, Any]:
         """Return the value of info["multienv"] for a truncated episode."""
-        told: dict[str, Any] = {"reason": reason, "recovery": "truncated"}
+        info: dict[str, Any] = {"reason": reason, "recovery": "truncated"}
         last = self.last_recovery
         report = self.reports.path or (last.report if last is not None and last.reason == reason else "")
-        return {**told, "report": report} if report else told
+        return {**info, "report": report} if report else info
 
     def lost_error(self, loss: Loss, advice: str, kind: type[WorkerLostError] | None = None) -> WorkerLostError:
         """Build the error for a loss."""
@@ -114,7 +116,7 @@ class Record:
     def loss(
         self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None, *, idle: bool = False
     ) -> Loss:
-        """Note that a process was lost; the warning comes with the outcome.
+        """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`recovery`.
 
         Args:
             gone: How it was lost.
@@ -143,30 +145,30 @@ class Record:
         )
         self.reports.open(loss, case)
         logger.info("%s", what_happened(loss))
-        news = self._news(loss)
+        new = self._for_hooks(loss)
         # Nothing is called from here until the caller has the loss: it is counted once, whenever Ctrl-C comes.
         self._losses += 1
         self.last_loss = loss
-        self.told += news
+        self.events += new
         return loss
 
-    def recovering(self, doing: str, effort: Effort) -> None:
+    def recovering(self, doing: str, progress: RecoveryProgress) -> None:
         """Log what a recovery or a replacement by plan is doing if it takes long."""
-        what = "being moved to a new process" if effort.planned else "being recovered"
-        seconds = time.monotonic() - effort.began
+        what = "being moved to a new process" if progress.planned else "being recovered"
+        seconds = time.monotonic() - progress.began
         verb = "are" if len(self.envs) > 1 else "is"
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
-    def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> Recovery:
-        """Note the outcome of a loss; log a warning that tells of both, or count it with others of its kind."""
+    def recovery(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> Recovery:
+        """Count the outcome of a loss; log a warning that describes both, or count it with others of its kind."""
         recovery = Recovery(
             loss,
             outcome,
             reason,
-            effort.replayed,
-            effort.attempts,
-            time.monotonic() - effort.began,
-            effort.method if outcome in ("exact", "replayed") else "",
+            progress.replayed,
+            progress.attempts,
+            time.monotonic() - progress.began,
+            progress.method if outcome in ("exact", "replayed") else "",
             self.reports.path,
         )
         self.reports.close(recovery)
@@ -175,14 +177,14 @@ class Record:
         line = self._repeats.line(cause, outcome, outcome_text(recovery), time.monotonic())
         if line:
             logger.warning("%s", line)
-        news = self._news(recovery)
+        new = self._for_hooks(recovery)
         # Nothing is called from here until the caller has committed the state, as in loss().
         self.last_recovery = recovery
         self._exact += outcome == "exact"
         self._repeated += outcome == "replayed"
         self._truncated += outcome == "truncated"
-        self._replayed += effort.replayed
-        self.told += news
+        self._replayed += progress.replayed
+        self.events += new
         return recovery
 
     def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
@@ -205,30 +207,34 @@ class Record:
         self._truncated += 1
         self.last_loss = loss
         self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
-        self.told += [*self._news(loss), *self._news(self.last_recovery)]
+        self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
 
     def recycling(
-        self, why: str, outcome: Literal["exact", "replayed", "reset", "put off"], reason: str, effort: Effort
+        self,
+        why: str,
+        outcome: Literal["exact", "replayed", "reset", "put off"],
+        reason: str,
+        progress: RecoveryProgress,
     ) -> None:
         """Note that a process was replaced by plan, or could not be."""
-        seconds = time.monotonic() - effort.began
+        seconds = time.monotonic() - progress.began
         self._recycled += outcome != "put off"
         if outcome == "put off":
             logger.warning("%s: its process is not replaced, %s: %s", self.name, why, reason)
         else:
             logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
-        self.told += self._news(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
+        self.events += self._for_hooks(Recycled(self.index, why, outcome, reason, progress.replayed, seconds))
 
-    def untold(self) -> list[str]:
-        """Return what the log has not been told of losses, a line for each kind; once."""
+    def unlogged(self) -> list[str]:
+        """Return a line for each kind of loss of which some are not in the log yet; they then count as logged."""
         return self._repeats.rest(time.monotonic())
 
-    def _news(self, event: Event) -> list[tuple[Hook, Event]]:
+    def _for_hooks(self, event: Event) -> list[tuple[Hook, Event]]:
         return [(hook, event) for hook in self._hooks]
 
     def call_hooks(self) -> None:
         """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
-        tell(self.told)
+        call_hooks(self.events)
 
     def statistics(
         self,
