@@ -214,15 +214,11 @@ class FanOut:
             name: ``"step"``: the requests are actions; else they are messages.
             requests: One for each member; ``None`` leaves it alone.
         """
-        current = self.send(name, requests)
-        if (
-            name != "step"
-            or hot_path.take(
-                self.members.supervisors, current.order, current.answers, STEPPING, self.members.leaves_ends
-            )
-            or self.members.blocking
-            or current.tasks
-        ):
+        current, members = self.send(name, requests), self.members
+        lacks_some = name != "step" or hot_path.take(
+            members.supervisors, current.order, current.answers, STEPPING, members.leaves_ends
+        )
+        if lacks_some or members.blocking or current.tasks:
             self._collect(current, inf)
         return current
 

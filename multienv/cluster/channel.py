@@ -167,8 +167,8 @@ class RelayChannel(Channel):
     def hear_progress(self, words: bytes) -> None:
         """Note what the worker is at."""
         mine = self.segment.words
-        for word, word in zip(TOLD, memoryview(words).cast("q"), strict=True):
-            mine[word] = word
+        for word, value in zip(TOLD, memoryview(words).cast("q"), strict=True):
+            mine[word] = value
 
     def hear_stack(self, text: str) -> None:
         """Note the stacks that were asked for."""

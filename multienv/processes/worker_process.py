@@ -53,7 +53,7 @@ from multienv.wire.segment import (
 T = TypeVar("T")
 
 # Seconds until a process must be dead after its wake socket has ended.
-_LINE_PATIENCE = 1.0
+_FATE_PATIENCE = 1.0
 # Seconds given to the stack of a live process, and to SIGTERM, SIGKILL and the kernel.
 _STACK_PATIENCE = 1.0
 KILL_PATIENCE = 2.0
@@ -253,7 +253,7 @@ class ProcessChannel(Channel):
         if self._gone is None:
             if self._is_released:
                 return Gone(cause, self._news.fate or UNKNOWN_FATE, self.pid, detail=detail or "the channel is closed")
-            fate = self._learn(_LINE_PATIENCE)
+            fate = self._learn(_FATE_PATIENCE)
             if fate is None:
                 return self.kill(cause="broken", detail=detail or "it closed its connection to the trainer")
             self._note_end(cause, fate, detail)

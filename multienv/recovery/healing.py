@@ -40,9 +40,9 @@ class Healing:
     def recover(self, recoverer: Recoverer, position: Position) -> RecoveredEnvs:
         """Recover the envs, with one charge to the budget and one deadline.
 
-        The snapshot is tried first, then replays of the journal. If the recovered process is lost too, a short replay
-        is tried before both: a simulator may fail because of what has accumulated in its process, and the snapshot
-        holds that too, and a replay from the construction on accumulates it again.
+        The snapshot is tried first, then replays of the journal. If the process that was recovered with a long past is
+        lost too, a short replay is tried before both: a simulator may fail because of what has accumulated in its
+        process. The snapshot holds that too, and a replay from the construction on accumulates it again.
 
         Raises:
             BudgetSpentError: The policy allows no further restart.

@@ -25,7 +25,8 @@ class Position:
         journal: What drove them.
 
     Attributes:
-        number: Of the last request whose answer was collected.
+        number: Of the last request whose answer was collected; the pending one has the next number. An answer that no
+            process gave counts two, so that the bank with what was seen last is not written to.
         seen: Number of the last reply with an observation; 0: none. Its rows lie in the bank of that number.
         pickled_rows: Number of a reply, and for each slot the pickle of what the caller saw in it, if that did not fit
             the row of the slot in the bank; see :attr:`pickled_rows_now`.

@@ -174,7 +174,8 @@ class Lost:
         cause: The process died, hung, or sent an unreadable answer.
         slot: The slot whose env the process was executing. In a rollout, the slot after the last one stands for the
             policy. -1: none (the process died before it was asked), or unknown.
-        outside: The process was killed from outside (SIGKILL, the end of the monitor). So the request is not suspect.
+        outside: The process was killed from outside (SIGKILL, the end of the monitor). The request becomes suspect only
+            after many of these.
         what: A sentence that says what happened.
         repeated: The process died, and it came from a recovery for this request that had repeated more of the past than
             it had to: from a snapshot, or from a replay that began at the construction.

@@ -351,7 +351,10 @@ class Supervisor:
             return self._carry_out(timeout, recover)
 
     def is_answered(self, number: int, until: float | None) -> bool:
-        """Wait for the reply to a step or a plain reset; false if anything else is to be done, or comes, first.
+        """Wait for the reply to a step or a plain reset; tell whether it is there.
+
+        Nothing is done here about a process that has ended: :meth:`collect` finds it again, and notes the loss. The
+        worker is rung once more, in case an exception of a signal handler has struck between number and wake byte.
 
         Args:
             number: Of the request.

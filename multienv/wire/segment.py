@@ -39,8 +39,8 @@ _SMALL_BANKS = 1024
 # Words of 8 bytes; a cache line has 8 of them. Each is written by the side that is named.
 REQUEST = 0  # number of the newest request (trainer)
 REPLY = 8  # number of the newest request that has been answered (worker)
-WORKER_SLEEPS = 9  # 1: the worker is about to block on the line (worker)
-TRAINER_SLEEPS = 1  # 1: the trainer is about to block on the line (trainer)
+WORKER_SLEEPS = 9  # 1: the worker is about to sleep until a wake byte comes (worker)
+TRAINER_SLEEPS = 1  # 1: the trainer sleeps, or is about to, until a wake byte comes (trainer)
 BUSY = 32  # number of the request being executed; 0: none (worker)
 SLOT = 33  # 1 + the slot of the env that is being called; 0: none (worker)
 REPLAYING = 34  # 1 + the index of the request inside a replay (worker)
