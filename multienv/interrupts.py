@@ -48,6 +48,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -63,7 +64,21 @@ _PACKAGE = __name__.partition(".")[0] + "."
 _OF_USER = tuple(_PACKAGE + room for room in ("worker", "cli", "testing"))
 _interruptible: set[CodeType] = set()
 _running_user_code: set[CodeType] = set()
-_shielded: set[CodeType] = {weakref.finalize.__call__.__code__}
+
+
+def _inside(function: Any, name: str) -> set[CodeType]:
+    """Return the code of the functions of this name that a function of the standard library makes."""
+    return {one for one in function.__code__.co_consts if isinstance(one, CodeType) and one.co_name == name}
+
+
+# Finalizers: the interpreter drops what is raised there.
+_shielded: set[CodeType] = {
+    weakref.finalize.__call__.__code__,
+    *_inside(weakref.WeakSet.__init__, "_remove"),
+    *_inside(weakref.WeakValueDictionary.__init__, "remove"),
+    *_inside(weakref.WeakKeyDictionary.__init__, "remove"),
+    *_inside(ThreadPoolExecutor._adjust_thread_count, "weakref_cb"),
+}
 
 # What needs the handler: each worker that was started and not closed.
 users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -125,6 +140,27 @@ def put_back() -> None:
     is_coming = noted is not None or (_raised is not None and _raised.is_repeated)  # ours drops a repeated SIGINT
     if not users and not is_coming and _is_main_thread() and signal.getsignal(signal.SIGINT) is handle:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Held:
+    """Keeps our handler in a block that closes workers: finalizers run at its end, where Python's own would raise.
+
+    Args:
+        user: Who closes its workers.
+    """
+
+    def __init__(self, user: Any) -> None:
+        self._user = user
+
+    def __enter__(self) -> None:
+        """Count as a user of the handler, if workers have installed it."""
+        if users:
+            users.add(self._user)
+
+    def __exit__(self, *error: object) -> None:
+        """Put Python's own handler back if nothing needs ours any more."""
+        users.discard(self._user)
+        put_back()
 
 
 def handle(number: int, frame: FrameType | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
+from multienv import interrupts
 from multienv.asking.fanout import FanOut, Round, resumed
 from multienv.asking.members import Blocking
 from multienv.asking.stream import OwnPace, Stream
@@ -434,10 +435,11 @@ class MultiEnv:
         """Close all envs in parallel. A second call does nothing, unless the first was interrupted."""
         self._closed = True
         if not self._all_closed:
-            close_all(self.envs)
-            self._fan.close()
-            self._pace.stream = None
-            self._fan.forget()  # what watches envs that go at their own pace has descriptors
+            with interrupts.Held(self):
+                close_all(self.envs)
+                self._fan.close()
+                self._pace.stream = None
+                self._fan.forget()  # what watches envs that go at their own pace has descriptors
             self._all_closed = True
 
     def __enter__(self) -> Self:

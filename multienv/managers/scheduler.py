@@ -204,9 +204,10 @@ class Scheduler:
         """End all processes side by side; a call that waits raises ClosedError. A second call does nothing."""
         self.closed = True
         self._closing.run()
-        close_at_once([one.close for one in self.supervisors])
-        self._fan.close()
-        self._fan.forget()  # what watches the envs has descriptors
+        with interrupts.Held(self):
+            close_at_once([one.close for one in self.supervisors])
+            self._fan.close()
+            self._fan.forget()  # what watches the envs has descriptors
 
     def _begin_episodes(self) -> None:
         """Send the resets that are due."""

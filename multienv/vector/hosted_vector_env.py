@@ -17,6 +17,7 @@ from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from multienv import interrupts
 from multienv.asking.endless import Result
 from multienv.asking.fanout import FanOut, Round
 from multienv.asking.stream import OwnPace, Stream
@@ -999,13 +1000,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             UserWarning: The result of a call in two halves was not collected. Everything is closed all the same.
         """
         patience = 0.0 if terminate else timeout
-        close_at_once([partial(worker.close, patience) for worker in self._workers])
-        self._fanout.close()
-        if hasattr(self, "_rows"):  # the envs have been built
-            self._rows.forget()
-        if hasattr(self, "_pace"):
-            self._pace.stream = None
-        current = self._fanout.forget()  # it holds arrays over the banks
+        with interrupts.Held(self):
+            close_at_once([partial(worker.close, patience) for worker in self._workers])
+            self._fanout.close()
+            if hasattr(self, "_rows"):  # the envs have been built
+                self._rows.forget()
+            if hasattr(self, "_pace"):
+                self._pace.stream = None
+            current = self._fanout.forget()  # it holds arrays over the banks
         if current is not None and current.name and not current.is_interrupted:
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")
