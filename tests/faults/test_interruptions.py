@@ -37,7 +37,9 @@ from multienv import (
     SubprocessEnv,
     SubprocessVectorEnv,
     create_subprocess_envs,
+    interrupts,
 )
+from multienv.asking.fanout import FanOut
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import ClosedError, EnvsFailedError, ResetNeededError, WorkerLostError
 from multienv.recovery.healing import Healing
@@ -204,6 +206,26 @@ def test_envs_that_leave_and_enter_their_own_pace_swallow_no_ctrl_c(monkeypatch:
                 envs.send(np.array([1, 1]))
                 envs.recv()
         assert swallowed == []
+
+
+@pytest.mark.parametrize("kind", ["vector", "list"])
+def test_our_handler_of_sigint_is_there_until_all_is_released_that_has_finalizers(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Python's own handler raises in a finalizer is dropped: memory and threads go after the last worker."""
+    found: list[Any] = []
+    forget = FanOut.forget
+
+    def noting(self: FanOut) -> Any:
+        found.append(signal.getsignal(signal.SIGINT))
+        return forget(self)
+
+    monkeypatch.setattr(FanOut, "forget", noting)
+    envs: Any = SubprocessVectorEnv([ENDLESS]) if kind == "vector" else MultiEnv(create_subprocess_envs([ENDLESS]))
+    envs.reset(seed=0)
+    envs.close()
+    assert found == [interrupts.handle]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
