@@ -14,7 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -76,16 +76,8 @@ class InStep:
     """Steps all envs."""
 
     def __init__(self, envs: Any) -> None:
-        self.envs, self.actions = (
-            envs,
-            [1] * envs.num_envs if isinstance(envs, MultiEnv) else np.ones(envs.num_envs, int),
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
+        self.envs = envs
+        self.actions: Any = [1] * envs.num_envs if isinstance(envs, MultiEnv) else np.ones(envs.num_envs, int)
 
     def __call__(self, transitions: int) -> int:
         done = 0
@@ -104,12 +96,6 @@ class Tianshou:
         self.envs = SubprocVectorEnv([*fns], wait_num=1)
         self.envs.reset()
         self.ready, self.close = np.arange(len(fns)), self.envs.close
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def __call__(self, transitions: int) -> int:
         done = 0
@@ -167,7 +153,7 @@ def measured(
     for turn in range(repeats + 1):
         for name, row in rows.items():
             time.sleep(0.2)  # the threads of some libraries have something left to do
-            with row:
+            with row if hasattr(row, "__enter__") else nullcontext():
                 row(transitions // 2)
                 begin = clock()
                 done = row(transitions)

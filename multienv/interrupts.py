@@ -67,8 +67,9 @@ _running_user_code: set[CodeType] = set()
 
 
 def _inside(function: Any, name: str) -> set[CodeType]:
-    """Return the code of the functions of this name that a function of the standard library makes."""
-    return {one for one in function.__code__.co_consts if isinstance(one, CodeType) and one.co_name == name}
+    """Return the code of the functions of this name that a function of the standard library makes, if it does."""
+    constants = getattr(getattr(function, "__code__", None), "co_consts", ())
+    return {one for one in constants if isinstance(one, CodeType) and one.co_name == name}
 
 
 # Finalizers: the interpreter drops what is raised there.
@@ -77,7 +78,7 @@ _shielded: set[CodeType] = {
     *_inside(weakref.WeakSet.__init__, "_remove"),
     *_inside(weakref.WeakValueDictionary.__init__, "remove"),
     *_inside(weakref.WeakKeyDictionary.__init__, "remove"),
-    *_inside(ThreadPoolExecutor._adjust_thread_count, "weakref_cb"),
+    *_inside(getattr(ThreadPoolExecutor, "_adjust_thread_count", None), "weakref_cb"),
 }
 
 # What needs the handler: each worker that was started and not closed.

@@ -18,7 +18,7 @@ from multienv.recovery import hot_path
 from multienv.recovery.hot_path import MISSING, STEPPING_ASYNC
 from multienv.threads import Bell, Task
 
-# So many seconds after requests were sent it is looked which of them are overdue.
+# Seconds after requests were sent until their deadlines are looked at.
 _LOOK_EVERY = 0.1
 
 
@@ -49,11 +49,11 @@ class Result(NamedTuple):
 
 
 class Endless:
-    """Asks each member again when it has answered: what is asked of those that go at their own pace, and what has come.
+    """Holds what is asked of members that go at their own pace, and what has come of it.
 
-    A call costs the same however many supervised members there are.
+    A call costs the same however many supervised members there are; blocking ones are gone over.
 
-    The members have it, and it does not have them: envs that are not closed end with the last reference to them.
+    :class:`Members` refers to it. It does not refer to them, because a circle would keep envs that nobody closes alive.
 
     Args:
         bell: Rung by threads, and when the envs are closed.
@@ -90,7 +90,7 @@ class Endless:
         for place, request in enumerate(pending.requests):
             if pending.asks(place, nothing):
                 self.requests[place] = NamedRequest(pending.name, request)
-                if not pending.lacks(place):
+                if not pending.misses(place):
                     self.answers[place] = pending.answers[place]
         for task in self.tasks.values():
             task.notify(self._bell.ring)
@@ -99,8 +99,8 @@ class Endless:
         """End the round, in which nothing is asked any more."""
         self._watch.end()
 
-    def lacks(self, place: int) -> bool:
-        """Tell whether a member is asked and its answer lacks."""
+    def misses(self, place: int) -> bool:
+        """Tell whether a member was asked and its answer is missing."""
         return place in self.requests and place not in self.answers
 
     def asks(self, place: int, nothing: Any) -> bool:
@@ -201,7 +201,7 @@ class Endless:
         others = members.ended(self) if self.tasks else []
         goes_over_all = now >= self._look_at
         if goes_over_all or self._look_now:
-            others += self._overdue(members, now)
+            others += self._overdue(members, now, goes_over_all=goes_over_all)
         answered, ended = self._watch.heard(-inf if others else min(until, self._look_at), looks_for_ends=goes_over_all)
         if self._watch.has_waited:  # else an answer may have lain there while the trainer was elsewhere
             for place in self._slow.intersection(answered):
@@ -209,12 +209,11 @@ class Endless:
         self._slow.difference_update(answered)
         return answered, others + ended
 
-    def _overdue(self, members: Members, now: float) -> list[int]:
+    def _overdue(self, members: Members, now: float, *, goes_over_all: bool) -> list[int]:
         """Return the members of which something can be taken; leave those that are overdue to threads."""
         heard, wake = [], now + LONGEST_SLEEP
-        goes_over_all = now >= self._look_at
         for place in list(self.requests if goes_over_all else self._look_now):
-            if not self.lacks(place) or place in self.tasks or place in members.blocking:
+            if not self.misses(place) or place in self.tasks or place in members.blocking:
                 continue
             supervisor = members.supervisors[place]
             waited = supervisor.waiting() if is_asked(self, supervisor) else None
@@ -235,7 +234,7 @@ class Endless:
 
     def _take_answered(self, members: Members, answered: list[int], others: list[int]) -> None:
         """Take the answers of some members, the plain ones together."""
-        answered = [place for place in answered if self.lacks(place) and place not in self.tasks]
+        answered = [place for place in answered if self.misses(place) and place not in self.tasks]
         if self.ended:  # that is the reset after it, and what it comes to is told of both together
             others += [place for place in answered if place in self.ended]
             answered = [place for place in answered if place not in self.ended]

@@ -54,7 +54,7 @@ class Round:
         nothing: The request that leaves a member alone.
 
     Attributes:
-        answers: One for each member; ``None`` for those left alone and those that failed; ``MISSING`` while it lacks.
+        answers: One for each member; ``None`` for those left alone and those that failed; ``MISSING`` until it comes.
         failures: Member → what it raised.
         resumed: It was broken off, and a later call completes it.
         sending: Members that are being asked; ``()``: all are asked.
@@ -111,8 +111,8 @@ class Round:
         """Tell whether any later call completes this unfinished round: its call, or a wait for it, was interrupted."""
         return self.waits or self.resumed
 
-    def lacks(self, place: int) -> bool:
-        """Tell whether the answer of a member lacks."""
+    def misses(self, place: int) -> bool:
+        """Tell whether the answer of a member is missing."""
         return self.answers[place] is MISSING
 
     def request(self, place: int) -> tuple[str, Any]:
@@ -136,7 +136,7 @@ class Round:
         return f"{asked} is pending. Call {asked}_wait() first."
 
     def misses_some(self) -> bool:
-        """Tell whether an answer lacks. No generator: one swallows an interruption that comes while it is closed."""
+        """Tell whether an answer is missing. No generator: one that is closed swallows an interruption."""
         for answer in self.answers:  # noqa: SIM110
             if answer is MISSING:
                 return True
@@ -383,7 +383,7 @@ class FanOut:
         awaited: dict[int, tuple[Channel, int]] = {}
         now, wake = monotonic(), until
         for place in reversed(current.order):
-            if not current.lacks(place) or place in current.tasks:
+            if not current.misses(place) or place in current.tasks:
                 continue
             supervisor = self.members.supervisors[place]
             waited = supervisor.waiting() if is_asked(current, supervisor) else None

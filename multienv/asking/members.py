@@ -90,8 +90,8 @@ class AnyRound(Protocol):
     def asks(self, place: int, nothing: Any) -> bool:
         """Tell whether a member is asked something, by whatever ``nothing`` stands for."""
 
-    def lacks(self, place: int) -> bool:
-        """Tell whether a member is asked and its answer lacks."""
+    def misses(self, place: int) -> bool:
+        """Tell whether a member was asked and its answer is missing."""
 
     def take_back(self) -> bool:
         """Forget the requests of the members that are being asked; return whether nothing else is asked."""
@@ -187,7 +187,7 @@ class Members:
         is sent again by each wait. Most interruptions strike there: the worker wakes, and takes the core.
         """
         supervisor = self.supervisors[place]
-        if not current.lacks(place) or current.request(place)[1] is self.nothing or place in current.tasks:
+        if not current.misses(place) or current.request(place)[1] is self.nothing or place in current.tasks:
             return True
         return supervisor is not None and supervisor.asked_by is self.me and supervisor.is_published()
 
@@ -215,7 +215,7 @@ class Members:
             heals: Bring back a lost process here; else a thread does.
         """
         for place in places:
-            if not current.lacks(place) or place in current.tasks:
+            if not current.misses(place) or place in current.tasks:
                 continue
             supervisor = self.supervisors[place]
             try:

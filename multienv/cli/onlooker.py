@@ -173,7 +173,7 @@ class Trainer:
 
     @property
     def started(self) -> float:
-        """The time at which it was started, in seconds since 1970."""
+        """Return the time at which it was started, in seconds since 1970."""
         return float(self._process.create_time())
 
     @property

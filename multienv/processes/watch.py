@@ -64,6 +64,7 @@ class Watch:
             self._few[member] = words, number
             words[TRAINER_SLEEPS] = 0
         else:
+            self._few.pop(member, None)
             self._many[member] = words, number
             words[TRAINER_SLEEPS] = 1
         return True

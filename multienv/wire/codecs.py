@@ -57,7 +57,7 @@ def layout_of_envs(
 
 @dataclass(slots=True)
 class RowsReply:
-    """The reply of a worker with several envs: arrays over its bank, which is written again two requests later.
+    """Holds the reply of a worker with several envs: arrays over its bank, which is reused two requests later.
 
     Attributes:
         leaves: For each leaf of the observation space an array with a row for each slot; empty where observations

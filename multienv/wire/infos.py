@@ -48,7 +48,7 @@ NONE: Mapping[int, bytes] = MappingProxyType({})
 
 
 class Columns:
-    """The keys of an info, and the types of its values, both in its order."""
+    """Holds the keys of an info, and the types of its values, both in its order."""
 
     def __init__(self, keys: tuple[str, ...], types: tuple[type, ...]) -> None:
         self.keys, self.types = keys, types
@@ -96,7 +96,7 @@ class NumberInfos:
 
 @dataclass(slots=True)
 class Extras:
-    """What a reply carries beside its rows.
+    """Holds what a reply carries beside its rows.
 
     Attributes:
         infos: Slot and info of those that have one.

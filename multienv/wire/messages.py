@@ -49,7 +49,7 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The surroundings of the trainer, which a new process takes over.
+    """Describes the surroundings of the trainer, which a new process takes over.
 
     Attributes:
         path: ``sys.path``.
@@ -121,7 +121,7 @@ def seeds_from(*numbers: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the trainer learns about the envs once they are built.
+    """Describes the envs, once they are built.
 
     Attributes:
         spaces: Observation and action space of each slot.

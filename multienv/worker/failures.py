@@ -12,7 +12,7 @@ from multienv.wire.messages import Failure, dumps
 
 
 class ResultNotPicklable(Exception):  # noqa: N818 - travels as a flag of Failure, never seen by users
-    """What the env returned cannot be pickled."""
+    """Says that what the env returned cannot be pickled."""
 
 
 def wrong_result(method: str, wanted: str, result: Any) -> Exception:

@@ -334,7 +334,7 @@ class _SkippedError(Exception):
 
 
 class _ResetRaisedError(Exception):
-    """The reset in the same step raised; its argument is what ``step()`` had returned, pickled. Caught by the step."""
+    """Says that the reset in the same step raised; its argument is what ``step()`` had returned, pickled."""
 
 
 def _be_skipped(skipped: int, action: Any) -> NoReturn:
