@@ -58,7 +58,7 @@ class NothingEnv(gymnasium.Env[Any, Any]):
 
     def __init__(self) -> None:
         """Have the worker sleep at once, and count."""
-        worker_main.LOOKING = 0.0
+        worker_main.SPIN_SECONDS = 0.0
         worker_main.select = SELECT
         self._observation = np.zeros(1, np.float32)
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1_000_000)
     parser.add_argument("--minutes", type=float, default=60.0, help="at the most")
     arguments = parser.parse_args()
-    channel.Channel.looks = worker_process.TRAINER_LOOKS = 1
+    channel.Channel.spins = 1
     worker_process.select = SELECT  # type: ignore[attr-defined]
     lengths: Counter[int] = Counter()
     longest, dice, clock = 0.0, random.Random(0), time.perf_counter

@@ -51,7 +51,7 @@ class StillEnv(gymnasium.Env[Any, Any]):
         if looking is not None:
             from multienv.worker import affinity, main
 
-            main.LOOKING, affinity.CROWDED = looking, math.inf
+            main.SPIN_SECONDS, affinity.CROWDED = looking, math.inf
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)

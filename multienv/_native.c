@@ -180,7 +180,7 @@ typedef struct {
 
 #define NAMES(X) X(acquire) X(apply_limits) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout)                  \
     X(note_beginning) X(note_ends) X(note_starts) X(release) X(view) X(wanted) X(with_infos)
-#define CONSTANTS(X) X(LOOKING) X(MISSING) X(MultienvError) X(RUNNING) X(SAMPLE) X(monotonic) X(_BEGINS) X(_PATIENCE)
+#define CONSTANTS(X) X(SPIN_SECONDS) X(MISSING) X(MultienvError) X(RUNNING) X(SAMPLE) X(monotonic) X(_BEGINS) X(_PATIENCE)
 
 #define DECLARE_NAME(word) static PyObject *s_##word;
 NAMES(DECLARE_NAME)
@@ -571,7 +571,7 @@ typedef struct {
     HotSide sides[2];
     PyObject *described; /* tells what infos of numbers a payload has */
     Infos infos;
-    Py_ssize_t elements, looks, slots, rewards; /* rewards: their offset in a bank */
+    Py_ssize_t elements, spins, slots, rewards; /* rewards: their offset in a bank */
     PyObject *int64;                            /* NULL, or actions are integers, see wire/actions.py */
     unsigned long long head, head_of_int64;
     int verbatim;
@@ -659,7 +659,7 @@ hot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->infos.count = -1;
     self->verbatim = infos == Py_None;
     int failed = PyTuple_GET_SIZE(owners) != OWNERS || number_at(buffers, "elements", &self->elements) < 0 ||
-                 number_at(buffers, "looks", &self->looks) < 0 ||
+                 number_at(buffers, "spins", &self->spins) < 0 ||
                  (words = PyObject_GetAttrString(buffers, "words")) == NULL ||
                  (records = PyObject_GetAttrString(buffers, "records")) == NULL;
 #define FIND_PLACE(owner, word)                                                                                        \
@@ -880,19 +880,19 @@ read_reply(Hot *hot, PyObject *number, int64_t request)
 
 /* Looks for the reply; whether it is there. */
 static int
-look(Words *words, int64_t request, long long looks)
+spin(Words *words, int64_t request, long long spins)
 {
     double most;
-    if (number_constant(s_LOOKING, &most) < 0) {
+    if (number_constant(s_SPIN_SECONDS, &most) < 0) {
         return -1;
     }
     _Atomic int64_t *reply = &words->words[REPLY];
     int is_there = 0;
     Py_BEGIN_ALLOW_THREADS
     double until = now() + most;
-    while (!(is_there = atomic_load(reply) == request) && looks) {
+    while (!(is_there = atomic_load(reply) == request) && spins) {
         sched_yield();
-        looks = now() < until ? looks - 1 : 0;
+        spins = now() < until ? spins - 1 : 0;
     }
     Py_END_ALLOW_THREADS
     return is_there;
@@ -908,9 +908,9 @@ typedef struct {
 static int
 wait_for(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, Taking *taking)
 {
-    int is_there = hot->looks != 0 && atomic_load(&hot->words->words[REPLY]) == request;
-    if (hot->looks && !is_there) {
-        is_there = look(hot->words, request, hot->looks);
+    int is_there = hot->spins != 0 && atomic_load(&hot->words->words[REPLY]) == request;
+    if (hot->spins && !is_there) {
+        is_there = spin(hot->words, request, hot->spins);
     }
     if (is_there) {
         return is_there;

@@ -54,7 +54,7 @@ class RelayChannel(Channel):
         begin: Makes the frame that launches or wakes the worker, of the channel's name.
     """
 
-    looks = 1  # an answer that is there is taken at once; to look longer is of no use over a network
+    spins = 1  # an answer that is there is taken at once; to spin longer is of no use over a network
 
     def __init__(self, courier: Carrier, begin: Callable[[int], Frame]) -> None:
         self.segment = Segment(-1)

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from multienv.events import LossCause
 from multienv.interrupts import interruptible
 from multienv.threads import Bell
-from multienv.wire.segment import CORE, LOOKS, REPLY, TRAINER_SLEEPS, Segment
+from multienv.wire.segment import CORE, REPLY, SPINNERS, TRAINER_SLEEPS, Segment
 
 # Looks at the reply before the trainer goes to sleep, giving the core away at each: 30 to 50 µs.
-TRAINER_LOOKS = 50
+SPINS = 50
 # Seconds that they may take: where other processes want the core, each takes milliseconds.
-LOOKING = 0.5e-3
+SPIN_SECONDS = 0.5e-3
 # Seconds. "I sleep" is stored and the reply is loaded after it; without a fence, which Python does not have, the
 # processor may do it the other way round, and a wake-up is lost. After this time the store is visible to all.
-FIRST_SLEEP = 0.002
+FIRST_SLEEP_SECONDS = 0.002
 # Seconds until a sleeping trainer looks again on its own.
 LONGEST_SLEEP = 1.0
 
@@ -112,7 +112,7 @@ class Channel(ABC):
 
     Attributes:
         segment: The memory that both sides share.
-        looks: Looks at the reply that are worth it before :meth:`wait` is called.
+        spins: How often to look at the reply, giving the core away each time, before :meth:`wait` is called.
         envs: How messages name the envs.
         patience: Seconds that the envs may take to close where nobody calls :meth:`close`; 0: their process is killed
             when it does not end at once.
@@ -120,7 +120,7 @@ class Channel(ABC):
     """
 
     segment: Segment
-    looks = TRAINER_LOOKS
+    spins = SPINS
     envs = "the env"
     patience = 0.0
     is_closing = False
@@ -167,7 +167,7 @@ class Channel(ABC):
     def prefer(self, core: int | None, *, sharing: int) -> None:
         """Set the core to run on while steps are short, and how many workers share one; 0: do not look for requests."""
         words = self.segment.words
-        words[CORE], words[LOOKS] = 0 if core is None else core + 1, sharing
+        words[CORE], words[SPINNERS] = 0 if core is None else core + 1, sharing
 
     @abstractmethod
     def stack(self) -> str:
@@ -226,15 +226,15 @@ def wait_any(
         The indices of the channels, of both kinds together, whose ``wait()`` now returns or raises at once; may be
         empty.
     """
-    asleep_at = time.monotonic() + LOOKING
-    for _ in range(TRAINER_LOOKS):
+    asleep_at = time.monotonic() + SPIN_SECONDS
+    for _ in range(SPINS):
         found = _answered(waiting)
         if found:
             return found
         give_way()
         if time.monotonic() > asleep_at:
             break
-    patience, everyone = FIRST_SLEEP, [*waiting, *watched]
+    patience, everyone = FIRST_SLEEP_SECONDS, [*waiting, *watched]
     try:
         while True:
             for channel, _ in waiting:

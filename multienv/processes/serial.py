@@ -19,7 +19,7 @@ class SerialChannel(Channel):
         make_host: Makes the host; ``multienv.worker.host.Host`` by default.
     """
 
-    looks = 0  # the reply is there after wait() and not before
+    spins = 0  # the reply is there after wait() and not before
 
     def __init__(self, make_host: Callable[..., Any] | None = None) -> None:
         if make_host is None:

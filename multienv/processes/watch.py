@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 from multienv.interrupts import interruptible
-from multienv.processes.channel import FIRST_SLEEP, LOOKING, TRAINER_LOOKS, Channel, give_way
+from multienv.processes.channel import FIRST_SLEEP_SECONDS, SPIN_SECONDS, SPINS, Channel, give_way
 from multienv.threads import Bell
 from multienv.wire.segment import REPLY, TRAINER_SLEEPS
 
@@ -107,8 +107,8 @@ class Watch:
             answered += self._read(0.0, ended)
         if answered or ended or until <= (now := monotonic()):
             return answered, ended
-        self.has_waited, asleep_at = True, now + LOOKING
-        for _ in range(TRAINER_LOOKS):
+        self.has_waited, asleep_at = True, now + SPIN_SECONDS
+        for _ in range(SPINS):
             give_way()
             answered = self._look() or (self._read(0.0, ended) if self._many else [])
             if answered or ended:
@@ -124,7 +124,7 @@ class Watch:
         for _, (words, _number) in few:
             words[TRAINER_SLEEPS] = 1
         self._few.clear()
-        for seconds in (0.0, FIRST_SLEEP):  # until then a worker may not have seen that the trainer sleeps
+        for seconds in (0.0, FIRST_SLEEP_SECONDS):  # until then a worker may not have seen that the trainer sleeps
             answered = self._read(min(seconds, until - monotonic()), ended)
             if answered or ended:
                 return answered

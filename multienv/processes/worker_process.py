@@ -25,9 +25,9 @@ from typing import TypeVar
 from multienv.events import LossCause
 from multienv.interrupts import interruptible, shielded
 from multienv.processes.channel import (
-    FIRST_SLEEP,
+    FIRST_SLEEP_SECONDS,
     LONGEST_SLEEP,
-    LOOKING,
+    SPIN_SECONDS,
     UNKNOWN_FATE,
     Channel,
     Fate,
@@ -160,14 +160,14 @@ class ProcessChannel(Channel):
     def wait(self, number: int, until: float | None) -> bool:
         """Poll for the reply, then sleep until the reply, the end of the process or ``until``."""
         words = self.segment.words
-        asleep_at = time.monotonic() + LOOKING
-        for _ in range(self.looks):
+        asleep_at = time.monotonic() + SPIN_SECONDS
+        for _ in range(self.spins):
             if words[REPLY] == number:
                 return True
             give_way()
             if time.monotonic() > asleep_at:
                 break
-        patience = FIRST_SLEEP
+        patience = FIRST_SLEEP_SECONDS
         try:
             while True:
                 words[TRAINER_SLEEPS] = 1

@@ -23,7 +23,7 @@ class Healing:
         fate: How that process ended, and which snapshot it left. Not the ``Gone``: its traceback would keep the segment
             mapped.
         progress: What the recovery has taken so far.
-        repeats: The lost process had itself been started for this request, and had repeated more of the past than a
+        long_past: The lost process had itself been started for this request, and had repeated more of the past than a
             recovery needs. That past may be the cause, so a short replay is tried first.
 
     Attributes:
@@ -31,9 +31,9 @@ class Healing:
         processes: How many processes the request has ended; known once the envs are recovered.
     """
 
-    def __init__(self, lost: Channel, fate: Fate, progress: RecoveryProgress, *, repeats: bool = False) -> None:
+    def __init__(self, lost: Channel, fate: Fate, progress: RecoveryProgress, *, long_past: bool = False) -> None:
         self.lost, self.fate, self.progress = lost, fate, progress
-        self._repeats = repeats
+        self._long_past = long_past
         self.loss: Loss | None = None
         self.processes = 0
 
@@ -51,7 +51,7 @@ class Healing:
         progress, journal = self.progress, position.journal
         recoverer.arm(progress)
         recoverer.admit(progress, position.steps)
-        found = self._shortly_replayed(recoverer, position) if self._repeats else None
+        found = self._shortly_replayed(recoverer, position) if self._long_past else None
         found = found or recoverer.wake(self.lost, journal.since, progress, self.fate)
         if found is None:
             self.let_go()  # before the replay: there may be too few descriptors for the lost process and a new one

@@ -22,7 +22,7 @@ from numpy import int64
 
 from multienv.errors import MultienvError
 from multienv.native import native
-from multienv.processes.channel import LOOKING, Channel, give_way
+from multienv.processes.channel import SPIN_SECONDS, Channel, give_way
 from multienv.recovery.state_machine import Episode, Kind, Process, Request, State
 from multienv.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP, INT_STEP
 from multienv.wire.banks import BEGIN, ENDED, STEP, STEPPED
@@ -81,17 +81,17 @@ class StepBuffers:
         "elements",
         "encode",
         "heads",
-        "looks",
         "meanings",
         "read",
         "records",
         "ring",
+        "spins",
         "words",
     )
 
     def __init__(self, channel: Channel, codec: Codec) -> None:
         segment = channel.segment
-        self.words, self.ring, self.looks = segment.words, channel.ring, channel.looks
+        self.words, self.ring, self.spins = segment.words, channel.ring, channel.spins
         self.heads = [bank.head for bank in segment.banks]
         self.records = [bank.record for bank in segment.banks]
         self.encode: Callable[[int, Any], None] = codec.encoder(segment)
@@ -221,13 +221,13 @@ def take(  # noqa: C901 - one loop, because each call counts here
             buffers, position = supervisor.buffers, supervisor.position
             number = position.number + 1
             words, side = buffers.words, number & 1
-            looks = buffers.looks
-            if words[REPLY] != number and looks:
-                asleep_at = monotonic() + LOOKING
-                while words[REPLY] != number and looks:
+            spins = buffers.spins
+            if words[REPLY] != number and spins:
+                asleep_at = monotonic() + SPIN_SECONDS
+                while words[REPLY] != number and spins:
                     give_way()
-                    looks = looks - 1 if monotonic() < asleep_at else 0
-            if not looks:
+                    spins = spins - 1 if monotonic() < asleep_at else 0
+            if not spins:
                 if until is None and len(members) > 1:
                     until = monotonic() + _PATIENCE
                 if not supervisor.is_answered(number, until):

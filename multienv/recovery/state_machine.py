@@ -92,8 +92,8 @@ class State(NamedTuple):
         deaths: Slot and number of processes that ended while they executed the pending request for that slot. In a
             rollout, the slot after the last one stands for the policy.
         killed: The same for processes killed from outside. The slot may be the cause (memory), or not.
-        spared: One of them is not in ``deaths``: its recovery had repeated more of the past than it had to. Something
-            that has piled up in the process may be the cause, not the request.
+        past_blamed: One of the losses is in neither: its process had a long past (:class:`Lost`). Something that has
+            piled up in the process may be the cause, not the request.
         losses: Number of processes lost since the pending request was asked, or since the envs were to be built.
         what: A sentence that says how the last of these processes was lost.
     """
@@ -106,7 +106,7 @@ class State(NamedTuple):
     pending_truncations: tuple[tuple[int, str], ...] = ()
     deaths: tuple[tuple[int, int], ...] = ()
     killed: tuple[tuple[int, int], ...] = ()
-    spared: bool = False
+    past_blamed: bool = False
     losses: int = 0
     what: str = ""
 
@@ -177,15 +177,15 @@ class Lost:
         outside: The process was killed from outside (SIGKILL, the end of the monitor). The request becomes suspect only
             after many of these.
         what: A sentence that says what happened.
-        repeated: The process died, and it came from a recovery for this request that had repeated more of the past than
-            it had to: from a snapshot, or from a replay that began at the construction.
+        long_past: The process died, and it came from a recovery for this request that had repeated more of the past
+            than it had to: from a snapshot, or from a replay that began at the construction.
     """
 
     cause: LossCause
     slot: int = -1
     outside: bool = False
     what: str = ""
-    repeated: bool = False
+    long_past: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,8 +414,8 @@ def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
             return after, Instruction.LAUNCH
         return _without_request(after), Instruction.RAISE_LOST
     after = state._replace(process=Process.LOST, losses=state.losses + 1, what=event.what)
-    if event.repeated and not state.spared:
-        after = after._replace(spared=True)
+    if event.long_past and not state.past_blamed:
+        after = after._replace(past_blamed=True)
     elif event.outside:
         after = after._replace(killed=_one_more(state.killed, event.slot))
     else:
@@ -533,7 +533,7 @@ def _merged(known: tuple[tuple[int, str], ...], more: Mapping[int, str]) -> tupl
 
 _NO_REQUEST = {
     name: State._field_defaults[name]
-    for name in ("request", "skipped", "not_reset", "deaths", "killed", "spared", "losses", "what")
+    for name in ("request", "skipped", "not_reset", "deaths", "killed", "past_blamed", "losses", "what")
 }
 
 

@@ -241,7 +241,7 @@ class Supervisor:
         self.channel: Channel | None = None
         self.healing: Healing | None = None
         self._building = 0  # number of the request that builds the envs for the first time
-        self._is_long = False  # the process has repeated more of the past than a recovery has to
+        self._long_past = False  # the process has repeated more of the past than a recovery has to
         self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
         self.rules = Rules(
             resets_itself=resets_itself,
@@ -547,10 +547,10 @@ class Supervisor:
         self.position.journal.cut(number - 1)
         # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
         losses = self.state.losses
-        repeats = self._is_long and losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)
+        long_past = self._long_past and losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)
         healing = self.healing
         if healing is None or healing.lost is not channel:
-            healing = self.healing = Healing(channel, self._fate_of(gone), self.recoverer.begin(), repeats=repeats)
+            healing = self.healing = Healing(channel, self._fate_of(gone), self.recoverer.begin(), long_past=long_past)
         if healing.loss is None:  # else an exception of a signal handler came before the state was committed
             healing.loss = self._loss_of(gone, channel, slot)
         lost = Lost(
@@ -558,7 +558,7 @@ class Supervisor:
             slots if is_policy else slot,
             gone.is_from_outside,
             healing.what_happened,
-            repeats and gone.cause == "died",
+            long_past and gone.cause == "died",
         )
         instruction = self._happen(lost)
         if gone.cause == "hung" and request is not None and self.pending.was_slow(request):
@@ -729,10 +729,10 @@ class Supervisor:
             event = Recovered({slot: healing.because(what) for slot, what in found.mismatches.items()})
         self.refuse_if_closed("collect", None if found is None else found.channel)
         if found is not None:
-            is_long = self.position.journal.can_be_shorter(found.plan)
+            long_past = self.position.journal.can_be_shorter(found.plan)
             self._go_on_from(found.plan, found.mismatches, healing.progress)
             self.adopt(found.channel, healing.progress.replayed)
-            self._is_long = is_long
+            self._long_past = long_past
         after, instruction = decide(self.state, event, self.rules)
         after = interned(after)
         self.path.append((event, after))
@@ -1042,7 +1042,7 @@ class Supervisor:
         buffers = buffers_of(self, channel, codec)
         if self.segment is not None:
             self.position.show(segment, self.position.shown(self.segment))
-        self.answers.started, self._is_long = 0, False
+        self.answers.started, self._long_past = 0, False
         self.pending.put(segment, self.position.number + 1)
         # Adjacent stores: no signal handler comes in between.
         self.channel, self.segment, self.buffers = channel, segment, buffers

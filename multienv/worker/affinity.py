@@ -23,7 +23,7 @@ import os
 import time
 from typing import Any
 
-from multienv.wire.segment import CORE, LOOKS
+from multienv.wire.segment import CORE, SPINNERS
 
 SHORT = 1e-3
 LONG = 3e-3
@@ -73,7 +73,7 @@ class Affinity:
             seconds: Time of the newest step.
             steps: Number of steps since the last sample.
         """
-        sharing, core = self._words[LOOKS], self._words[CORE]
+        sharing, core = self._words[SPINNERS], self._words[CORE]
         if self._account < 0 or not (sharing or self._is_bound):
             return
         before, self._waited = self._waited, self._seconds_waited()

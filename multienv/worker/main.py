@@ -30,12 +30,12 @@ from multienv.native import native
 from multienv.wire.banks import STEP
 from multienv.wire.messages import Attributes, Build
 from multienv.wire.segment import (
-    LOOKS,
     OTHER_SECONDS,
     PID,
     REPLY,
     REQUEST,
     SHARED,
+    SPINNERS,
     STEP_SECONDS,
     TRAINER_SLEEPS,
     WORKER_SLEEPS,
@@ -54,11 +54,11 @@ LOOP_FAILED = 70
 
 # Seconds a worker looks for the next request before it goes to sleep. To be woken takes 20 to 50 µs on a virtual
 # machine, as long as several steps of CartPole. At each look it gives the core to any process that wants it.
-LOOKING = 200e-6
+SPIN_SECONDS = 200e-6
 # Milliseconds of the first sleep. "I sleep" is stored and the request is loaded after it; without a fence, which
 # Python does not have, the processor may do it the other way round, and a wake-up is lost. After this time the store is
 # visible to the trainer.
-FIRST_SLEEP = 3
+FIRST_SLEEP_MILLISECONDS = 3
 # A mask: of steps whose number has any of these bits the time is not taken; of slow ones it is always taken.
 SAMPLE = 63
 SLOW = 1e-3
@@ -149,19 +149,19 @@ def _serve(
     # trainer may go on with a lower number.
     last = 0
     words, times, clock = segment.words, segment.times, time.perf_counter
-    unseen = 0
+    untimed = 0
     wake = partial(_wake, wake_socket)
     try:
         while True:
-            looks = not affinity.is_crowded and bool(words[LOOKS])
+            spins = not affinity.is_crowded and bool(words[SPINNERS])
             if native is not None:
-                last = native.serve(words, host.handle, last, unseen, LOOKING if looks else 0.0, forks, wake)
+                last = native.serve(words, host.handle, last, untimed, SPIN_SECONDS if spins else 0.0, forks, wake)
                 if forks.is_astray:
                     os._exit(0)
-            if words[REQUEST] == last and (host.closing or not _await_request(wake_socket, words, last, looks=looks)):
+            if words[REQUEST] == last and (host.closing or not _await_request(wake_socket, words, last, spins=spins)):
                 return
             number = words[REQUEST]
-            is_timed = not number & unseen and segment.banks[number & 1].view[0] == STEP
+            is_timed = not number & untimed and segment.banks[number & 1].view[0] == STEP
             began, others = clock(), times[OTHER_SECONDS]
             rolled = host.handle(number)
             seconds = clock() - began - (times[OTHER_SECONDS] - others)
@@ -176,21 +176,21 @@ def _serve(
                 continue
             before = times[STEP_SECONDS] or seconds
             smoothed = times[STEP_SECONDS] = before + _SMOOTHING * (seconds - before)
-            unseen = 0 if smoothed > SLOW or snapshots.watches_all else SAMPLE
+            untimed = 0 if smoothed > SLOW or snapshots.watches_all else SAMPLE
             if is_timed:
-                affinity.consider(seconds, unseen + 1)
+                affinity.consider(seconds, untimed + 1)
             snapshots.consider(number, smoothed)
     finally:
         affinity.end()
 
 
-def _await_request(wake_socket: socket.socket, words: Any, last: int, *, looks: bool) -> bool:
+def _await_request(wake_socket: socket.socket, words: Any, last: int, *, spins: bool) -> bool:
     """Look for another request than ``last``, then sleep until there is one; false when the wake socket has ended."""
-    if looks and _differs(words, last):
+    if spins and _differs(words, last):
         return True
     poller = select.poll()
     poller.register(wake_socket, select.POLLIN)
-    patience: int | None = FIRST_SLEEP
+    patience: int | None = FIRST_SLEEP_MILLISECONDS
     try:
         while True:
             words[WORKER_SLEEPS] = 1
@@ -210,7 +210,7 @@ def _differs(words: Any, last: int) -> bool:
     if native is not None:  # serve() has looked
         return False
     clock, give_way = time.perf_counter, _give_way
-    until = clock() + LOOKING
+    until = clock() + SPIN_SECONDS
     while words[REQUEST] == last:
         if clock() > until:
             return False

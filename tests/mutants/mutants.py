@@ -503,8 +503,8 @@ MUTANTS = [
         "Native code: the hot path takes whatever reply there is, whatever its number.",
         4,
         "_native.c",
-        "while (!(is_there = atomic_load(reply) == request) && looks) {",
-        "while (!(is_there = atomic_load(reply) > 0) && looks) {",
+        "while (!(is_there = atomic_load(reply) == request) && spins) {",
+        "while (!(is_there = atomic_load(reply) > 0) && spins) {",
     ),
     Mutant(
         "The hot path takes whatever reply there is, whatever its number.",

@@ -587,7 +587,7 @@ class SimulatedChannel(Channel):
     """The trainer's end of a simulated process."""
 
     def __init__(self, process: SimulatedProcess) -> None:
-        self.looks = int(process.simulation.eager)  # a request is executed in wait(), or before
+        self.spins = int(process.simulation.eager)  # a request is executed in wait(), or before
         self.process = process
         self.segment = process.segment
         self._gone: Callable[[], Gone] | None = None

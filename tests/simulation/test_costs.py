@@ -116,7 +116,7 @@ class CountingWords:
         value = self.words[index]
         if index == REPLY:
             self.counts["looks"] += 1
-            if self.channel.looks:
+            if self.channel.spins:
                 self.channel.execute(self.words[REQUEST])
         return value
 

@@ -69,7 +69,7 @@ def events(slots):
         for slot in (-1, 0)
         for outside in (False, True)
     )
-    yield Lost("died", 0, what="It died.", repeated=True)
+    yield Lost("died", 0, what="It died.", long_past=True)
     yield from (
         Recovered(mismatches) for mismatches in ({}, {0: "the reward differs"}, dict.fromkeys(range(slots), "x"))
     )

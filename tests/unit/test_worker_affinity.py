@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multienv.wire.segment import CORE, LOOKS, Segment
+from multienv.wire.segment import CORE, SPINNERS, Segment
 from multienv.worker import affinity
 from multienv.worker.affinity import CROWDED, ENOUGH, LONG, REST, SHORT, Affinity
 
@@ -26,7 +26,7 @@ class Kernel:
         monkeypatch.setattr(affinity.os, "pread", lambda *_: b"7 %d 3\n" % int(self.waited * 1e9))
         monkeypatch.setattr(affinity.time, "monotonic", lambda: self.now)
         self.words = Segment(-1).words
-        self.words[CORE], self.words[LOOKS] = 1 + 1, 1
+        self.words[CORE], self.words[SPINNERS] = 1 + 1, 1
         self.affinity = Affinity(self.words, os.open(tmp_path, os.O_RDONLY))
 
     def samples(self, count: int, seconds: float) -> None:
