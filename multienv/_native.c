@@ -178,9 +178,9 @@ typedef struct {
     Py_ssize_t offset;
 } Field;
 
-#define NAMES(X) X(acquire) X(apply_limits) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout)                  \
-    X(note_beginning) X(note_ends) X(note_starts) X(release) X(view) X(wanted) X(with_infos)
-#define CONSTANTS(X) X(SPIN_SECONDS) X(MISSING) X(MultienvError) X(RUNNING) X(SAMPLE) X(monotonic) X(_BEGINS) X(_PATIENCE)
+#define NAMES(X) X(acquire) X(columns) X(count_plain) X(dtype) X(is_answered) X(is_astray) X(layout) X(release)        \
+    X(view) X(with_infos)
+#define CONSTANTS(X) X(SPIN_SECONDS) X(MISSING) X(MultienvError) X(RUNNING) X(SAMPLE) X(monotonic) X(BEGINS) X(_PATIENCE)
 
 #define DECLARE_NAME(word) static PyObject *s_##word;
 NAMES(DECLARE_NAME)
@@ -549,7 +549,7 @@ enum { SUPERVISOR, POSITION, PENDING, MAINTENANCE, JOURNAL, ANSWERS, OWNERS };
 #define PLACES(X)                                                                                                      \
     X(SUPERVISOR, asked_by) X(SUPERVISOR, last_answer) X(SUPERVISOR, state) X(POSITION, number) X(POSITION, seen)      \
     X(POSITION, steps) X(PENDING, limit) X(PENDING, step_limit) X(PENDING, until) X(MAINTENANCE, is_due)               \
-    X(MAINTENANCE, recycling) X(JOURNAL, entries) X(JOURNAL, recording) X(ANSWERS, started)
+    X(JOURNAL, entries) X(JOURNAL, recording) X(ANSWERS, started)
 /* What it has of its StepBuffers. */
 #define PARTS(X) X(after) X(encode) X(meanings) X(read) X(ring)
 
@@ -939,31 +939,12 @@ meaning_of(Hot *hot, int64_t request)
     return meaning;
 }
 
-/* Sees what is due after a plain answer. */
+/* Journals an answer, stores it and all that says so, and counts it. */
 static int
-look_after(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, long meaning)
+commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObject *answer, PyObject *meaning)
 {
     double sample;
     long long started = PyLong_AsLongLong(*hot->started);
-    if ((started == -1 && PyErr_Occurred()) || number_constant(s_SAMPLE, &sample) < 0) {
-        return -1;
-    }
-    if (started == request) {
-        return called(PyObject_CallMethodOneArg(supervisor, s_note_starts, number));
-    }
-    int is_due = !(request & (int64_t)sample);
-    if (!is_due && meaning) {
-        PyObject *wanted = PyObject_GetAttr(*hot->recycling, s_wanted);
-        is_due = wanted == NULL ? -1 : PyObject_IsTrue(wanted);
-        Py_XDECREF(wanted);
-    }
-    return is_due > 0 ? called(PyObject_CallMethodNoArgs(supervisor, s_apply_limits)) : is_due;
-}
-
-/* Journals an answer, stores it and all that says so, and sees what is due after it. */
-static int
-commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObject *answer, long meaning, int begins)
-{
     int recording = PyObject_IsTrue(*hot->recording);
     if (recording > 0) {
         Py_buffer *record = &hot->sides[request & 1].record;
@@ -972,30 +953,24 @@ commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObje
         Py_XDECREF(entry);
         recording = failed ? -1 : 1;
     }
-    if (recording < 0) {
+    if (recording < 0 || (started == -1 && PyErr_Occurred()) || number_constant(s_SAMPLE, &sample) < 0) {
         return -1;
     }
+    long after = PyLong_AsLong(meaning);
     put(hot->last_answer, answer);
     put(hot->seen, number);
     put(hot->number, number);
-    put(hot->state, PyTuple_GET_ITEM(hot->after, meaning));
-    if (begins) {
-        if (called(PyObject_CallMethodOneArg(supervisor, s_note_beginning, number)) < 0) {
-            return -1;
-        }
+    put(hot->state, PyTuple_GET_ITEM(hot->after, after));
+    if (after || started == request || !(request & (int64_t)sample)) {
+        return called(PyObject_CallMethodObjArgs(supervisor, s_count_plain, answer, number, meaning, NULL));
     }
-    else {
-        if (meaning && called(PyObject_CallMethodObjArgs(supervisor, s_note_ends, answer, number, NULL)) < 0) {
-            return -1;
-        }
-        long long steps = PyLong_AsLongLong(*hot->steps);
-        PyObject *more = steps == -1 && PyErr_Occurred() ? NULL : PyLong_FromLongLong(steps + 1);
-        if (more == NULL) {
-            return -1;
-        }
-        Py_SETREF(*hot->steps, more);
+    long long steps = PyLong_AsLongLong(*hot->steps);
+    PyObject *more = steps == -1 && PyErr_Occurred() ? NULL : PyLong_FromLongLong(steps + 1);
+    if (more == NULL) {
+        return -1;
     }
-    return look_after(supervisor, hot, number, request, meaning);
+    Py_SETREF(*hot->steps, more);
+    return 0;
 }
 
 static Outcome
@@ -1009,8 +984,7 @@ take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t member, Taking *tak
     }
     int is_there = *hot->state == taking->state ? wait_for(supervisor, hot, number, request, taking) : 0;
     if (is_there > 0 && (known = meaning_of(hot, request)) != NULL) {
-        long meaning = PyLong_AsLong(known);
-        int begins = known == constant(s__BEGINS);
+        int begins = known == constant(s_BEGINS);
         if (!begins || atomic_load(&hot->words->words[REQUEST]) == request) {
             answer = read_reply(hot, number, request);
             if (answer == Py_None) {
@@ -1021,8 +995,8 @@ take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t member, Taking *tak
             }
         }
         if (answer == Py_None ||
-            (answer != NULL && (commit(supervisor, hot, number, request, answer, meaning, begins) < 0 ||
-                                (meaning && taking->leaves_ends)))) {
+            (answer != NULL && (commit(supervisor, hot, number, request, answer, known) < 0 ||
+                                (taking->leaves_ends && PyObject_IsTrue(known))))) {
             Py_CLEAR(answer);
         }
     }

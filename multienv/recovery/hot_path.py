@@ -48,7 +48,7 @@ RESETTING_ASYNC = State(Process.READY, Episode.ENDED, _RESET_ASYNC)
 _HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_ASYNC, EPISODE_OVER, RESETTING, RESETTING_ASYNC)}
 
 # What a plain reply means for the episode.
-GOES_ON, _ENDS, _BEGINS = 0, 1, 2
+GOES_ON, _ENDS, BEGINS = 0, 1, 2
 
 
 class _Missing:
@@ -140,7 +140,7 @@ def plain_heads(*, exact: bool) -> dict[int, int]:
         for flag in (0, ENDED)
         for reward in rewards
     }
-    return heads | {BEGIN | STEPPED << 16: _BEGINS} if exact else heads
+    return heads | {BEGIN | STEPPED << 16: BEGINS} if exact else heads
 
 
 def ask(
@@ -234,7 +234,7 @@ def take(  # noqa: C901 - one loop, because each call counts here
                     is_left = True
                     continue
             meaning = buffers.meanings.get(buffers.heads[side][0])
-            if meaning is None or (meaning == _BEGINS and words[REQUEST] != number):
+            if meaning is None or (meaning == BEGINS and words[REQUEST] != number):
                 is_left = True
                 continue
             answer = buffers.read(number)
@@ -246,21 +246,15 @@ def take(  # noqa: C901 - one loop, because each call counts here
             journal = position.journal
             if journal.recording:
                 journal.entries[number] = bytes(buffers.records[side])
-            if meaning == _BEGINS:
+            if meaning == BEGINS:
                 answer = answer[0], answer[4]
             supervisor.last_answer = answer
             # Adjacent stores: no signal handler comes in between.
             position.seen, position.number, supervisor.state = number, number, buffers.after[meaning]
-            if meaning == _BEGINS:
-                supervisor.note_beginning(number)
+            if meaning or supervisor.answers.started == number or not number & SAMPLE:
+                supervisor.count_plain(answer, number, meaning)
             else:
-                if meaning:
-                    supervisor.note_ends(answer, number)
                 position.steps += 1
-            if supervisor.answers.started == number:
-                supervisor.note_starts(number)
-            elif not number & SAMPLE or (meaning and supervisor.maintenance.recycling.wanted):
-                supervisor.apply_limits()
             if meaning and leaves_ends:
                 is_left = True
             else:

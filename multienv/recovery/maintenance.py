@@ -33,8 +33,7 @@ class Maintenance:
         "__dict__",
         "__weakref__",
         "is_due",
-        "recycling",
-    )  # the hot path reads these, native code by offset
+    )  # the hot path reads it, native code by offset
 
     def __init__(self, policy: RestartPolicy, position: Position, *, resets_itself: bool = False) -> None:
         self._policy, self._position, self._resets_itself = policy, position, resets_itself

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from multienv import interrupts
+from multienv.errors import MultienvError
 from multienv.processes.channel import Channel
 from multienv.recovery.journal import Plan
 from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
 from multienv.recovery.recoverer import NotBuilt, Recoverer, RequestFailedError, Unrecoverable
+from multienv.recovery.state_machine import Kind, Process
 from multienv.sometimes import sometimes
-from multienv.wire.messages import Build
+from multienv.wire.messages import Build, GetGenerators
+
+logger = logging.getLogger("multienv")
 
 
 class Replacement(NamedTuple):
@@ -37,13 +44,13 @@ class Replacement(NamedTuple):
     is_built: bool = True
 
 
-def can_replay(position: Position, anew: frozenset[int]) -> bool:
+def _can_replay(position: Position, anew: frozenset[int]) -> bool:
     """Tell whether a replay may recover all envs except those that are to be new ones, as far as is known."""
     journal = position.journal
     return not journal.memory.has_shown and any(plan.missing.keys() <= anew for plan in journal.plans(near=True))
 
 
-def replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, bytes]) -> Replacement:
+def _replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, bytes]) -> Replacement:
     """Move envs that are not lost to a new process.
 
     Args:
@@ -76,3 +83,86 @@ def replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, 
         found.channel.release()
         return Replacement(progress, next(iter(found.mismatches.values())))
     return Replacement(progress, "", found.channel, build, plan=found.plan)
+
+
+class Replacer:
+    """Replaces the process of a worker, when its ``Maintenance`` says so.
+
+    Args:
+        supervisor: The worker.
+
+    Attributes:
+        why_lost: Why the worker has no process: that was ended to be replaced, and no new one could be had; or ``""``.
+    """
+
+    def __init__(self, supervisor: Any) -> None:
+        self._supervisor = supervisor
+        self.why_lost = ""
+
+    def replace(self, *, resetting: bool) -> None:
+        """Replace the process if that is due; ``resetting``: the next request resets all envs."""
+        worker = self._supervisor
+        maintenance, is_ready = worker.maintenance, worker.state.process is Process.READY
+        if is_ready and (maintenance.recycling_due or maintenance.spoilt):
+            self._replace(resetting=resetting)
+        maintenance.is_due = False
+
+    @interrupts.shielded
+    def _replace(self, *, resetting: bool) -> None:
+        """Replace the process: with new envs between two episodes, else if they can be replayed.
+
+        Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
+        the new one is built beside it. If the envs cannot be built there, the old process ends first from then
+        on, as long as a replay may recover its envs; if none does, that is a loss like any other.
+        """
+        worker = self._supervisor
+        maintenance, reporter, position = worker.maintenance, worker.reporter, worker.position
+        slots = range(worker.rules.slots)
+        anew = tuple(slots) if resetting or worker.is_between_episodes() else tuple(sorted(maintenance.spoilt))
+        why = maintenance.recycling_due or "after a reset that ended process after process"
+        ends_first = len(anew) == len(slots) or (maintenance.ends_first and _can_replay(position, frozenset(anew)))
+        try:
+            generators = worker.ask_between(GetGenerators(anew)) if anew else {}
+        except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
+            sometimes("a process is lost before it is replaced by plan")
+            if worker.state.process is Process.NONE and not worker.state.pending_truncations:
+                raise  # the policy says so; the caller's request has no envs to go to
+            logger.warning("%s: its process is not replaced: %s", reporter.name, error)
+            maintenance.put_off()
+            return
+        before = worker.state
+        if ends_first:
+            worker.stand_lost()  # from here on an exception leaves it so
+            limit = worker.deadlines.close
+            warning = worker.ask_to_end(worker.channel, limit, time.monotonic() + limit, keep_memory=True)
+            if warning:
+                logger.warning(warning)
+        replacement = _replaced(worker.recoverer, position, generators)
+        process, progress, reason = replacement.channel, replacement.progress, replacement.reason
+        worker.refuse_if_closed("step", process)
+        if process is None or replacement.build is None:
+            maintenance.put_off(is_built=replacement.is_built)
+            sometimes("a process that has ended first is not replaced", ends_first)
+            sometimes("a replacement by plan is put off", not ends_first)
+            if ends_first:
+                self.why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
+            reporter.recycling(why, "put off", reason, progress)
+            return
+        sometimes("a process is replaced by plan")
+        worker.move_into(process, replacement.build, replacement.plan, replacement.calls, progress)
+        worker.stand(before)
+        outcome: Any = "exact" if progress.is_exact else "replayed"
+        outcome = "reset" if replacement.plan is None else outcome
+        reason = position.journal.memory.reservation if outcome == "replayed" else ""
+        reporter.recycling(why, outcome, reason, progress)
+
+    def note_spoilt(self, skipped: Iterable[tuple[int, str]]) -> None:
+        """Note which envs are to be new ones: their resets have ended processes, whatever brought the envs back."""
+        worker = self._supervisor
+        state, ended = worker.state, worker.ended()
+        guilty = {slot for slot, _ in (*state.deaths, *state.killed)}
+        for slot, _ in skipped:
+            is_reset = state.request.kind is Kind.RESET
+            if slot in guilty and (is_reset or slot in state.not_reset or ended[slot]):
+                sometimes("an env whose reset ends processes is built anew")
+                worker.maintenance.spoil(slot)

@@ -6,22 +6,30 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from multienv.errors import WorkerLostError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics, call_hooks
 from multienv.processes.channel import Channel, Gone
+from multienv.recovery import state_machine
+from multienv.recovery.journal import furthest_replay
 from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
 from multienv.recovery.repeats import Repeats
 from multienv.reports.crash import Case, CrashReports
 from multienv.reports.texts import env_error, lost_error, named, outcome_text, what_happened
-from multienv.wire.messages import Failure
+from multienv.wire.codecs import Codec
+from multienv.wire.messages import Description, Failure
 from multienv.wire.segment import RESIDENT
+from multienv.wire.shared_pickle import SharedPickle
 
 logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
+# How many events of a worker are kept for crash reports.
+_PATH = 50
 
 
 class Reporter:
@@ -39,6 +47,7 @@ class Reporter:
         asked: Seeds of the reset that was asked for last, answered or not.
         events: Hooks, each with an event that it has not been called with yet. Several fan-outs read it, so it is never
             replaced.
+        path: The last events and the states that they led to, but for those of plain steps.
     """
 
     def __init__(self, position: Position, index: int | None, hooks: tuple[Hook, ...], reports: Path | None) -> None:
@@ -48,6 +57,7 @@ class Reporter:
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
         self.events: deque[tuple[Callable[[Any], object], Any]] = deque()
+        self.path: deque[tuple[state_machine.Event, state_machine.State]] = deque(maxlen=_PATH)
         self._slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
@@ -112,6 +122,35 @@ class Reporter:
         return lost_error(loss, advice, report, kind)
 
     # --- events -----------------------------------------------------------------------------------
+
+    def case(
+        self, pending: bytes, deadline: float | None, description: Description | None, codec: Codec | None
+    ) -> Case | None:
+        """Return the data for a crash report; ``None`` if no reports are wanted.
+
+        Args:
+            pending: The entry of the request in which the process was lost.
+            deadline: Of that request, seconds.
+            description: Of the envs; ``None``: they were never built.
+            codec: Of the envs; ``None`` in the same case.
+        """
+        if not self.reports.wanted:
+            return None
+        journal, build = self._position.journal, self._position.build
+        known = journal.recording and codec is not None
+        packed = build.env_fns
+        if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
+            packed = packed.again()
+        return Case(
+            replay=partial(furthest_replay, journal.dump() if known else None),
+            size=len(journal) if known else 0,
+            pending=pending,
+            build=replace(build, env_fns=packed),
+            description=description,
+            deadline=deadline,
+            layout=None if codec is None else codec.layout,
+            path=tuple(state_machine.line_of(event, after) for event, after in tuple(self.path)),
+        )
 
     def loss(
         self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None, *, idle: bool = False

@@ -359,6 +359,16 @@ def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception
     return ResetNeededError(f"{name}(): there is no episode yet. Call reset() first.")
 
 
+def name_of(state: State, *, started: bool) -> str:
+    """Return the word that ``statistics()`` has for a state; ``started``: the envs have been built once."""
+    names = {Process.CLOSED: "closed", Process.BUILDING: "starting", Process.LOST: "lost"}
+    if state.process is Process.NONE:
+        return "lost" if started else "new"
+    if state.process in names:
+        return names[state.process]
+    return {Episode.NONE: "ready", Episode.ENDED: "ended"}.get(state.episode, "running")
+
+
 def line_of(event: Event, after: State) -> str:
     """Return an event and the state after it, as a line for a crash report."""
     request = "" if after.request is None else f", {after.request.name} pending"

@@ -19,7 +19,6 @@ import pickle
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -32,7 +31,6 @@ from multienv import interrupts
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
     ClosedError,
-    MultienvError,
     UsageError,
     WaitTimeout,
 )
@@ -44,6 +42,7 @@ from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
 from multienv.recovery.deadlines import RequestDeadlines
 from multienv.recovery.healing import Healing
 from multienv.recovery.hot_path import (
+    BEGINS,
     EPISODE_OVER,
     MISSING,
     RESETTING,
@@ -57,7 +56,7 @@ from multienv.recovery.hot_path import (
     is_asked_plainly,
     take,
 )
-from multienv.recovery.journal import Journal, Plan, furthest_replay
+from multienv.recovery.journal import Journal, Plan
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
 from multienv.recovery.policy import RecoveryProgress
@@ -70,7 +69,7 @@ from multienv.recovery.recoverer import (
     RequestFailedError,
     Unrecoverable,
 )
-from multienv.recovery.replacement import can_replay, replaced
+from multienv.recovery.replacement import Replacer
 from multienv.recovery.reporter import Reporter, memory_of
 from multienv.recovery.rollouts import RolloutReader, RolloutReply, policy_error
 from multienv.recovery.state_machine import (
@@ -97,10 +96,9 @@ from multienv.recovery.state_machine import (
     State,
     decide,
     instruction_of,
-    line_of,
+    name_of,
     refusal,
 )
-from multienv.reports.crash import Case
 from multienv.sometimes import sometimes
 from multienv.threads import Lock, beside
 from multienv.wire.banks import FAILED, entry_of
@@ -112,7 +110,6 @@ from multienv.wire.messages import (
     Build,
     Close,
     Description,
-    GetGenerators,
     Message,
     Reset,
     Rollout,
@@ -124,7 +121,6 @@ from multienv.wire.messages import (
     seeds_from,
 )
 from multienv.wire.segment import OBSTACLE, REPLY, REQUEST, SNAPSHOT, STEP_SECONDS, Segment
-from multienv.wire.shared_pickle import SharedPickle
 from multienv.worker.starts import LARGE_SHARE, SHARE
 
 logger = logging.getLogger("multienv")
@@ -134,8 +130,6 @@ _SOON = 0.5
 _INTERRUPTED = "it was ended, because an exception (Ctrl-C?) struck in the trainer while it was being asked"
 # After so many losses for one request, all killed from outside, their common past may be to blame.
 _OUTSIDE_LOSSES = 3
-# How many events of a worker are kept for crash reports.
-_PATH = 50
 # Those that take long: a caller that has other workers to wait for leaves them to a thread.
 _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
@@ -179,7 +173,6 @@ class Supervisor:
         lock: Held by whatever reads and changes the state.
         buffers: What the hot path touches of the present process; ``None``: there is none.
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
-        path: The last events and the states that they led to, but for those of plain steps.
         channel: To the present process, or to the last one that was lost.
         healing: The loss whose envs are being recovered; ``None``: there is none.
         reporter: Counts and reports what happens to the envs.
@@ -218,10 +211,8 @@ class Supervisor:
         self.asked_by: Any = None
         self.seeds: Any = None
         self.on_spaces: Callable[[], Callable[[tuple[Any, Any]], object] | None] = lambda: None
-        self.path: deque[tuple[Event, State]] = deque(maxlen=_PATH)
         self._sharing = 0
-        self._why_lost = ""  # of a process that was ended by plan; "": see _INTERRUPTED
-        self.policy, self._deadlines = policy, deadlines
+        self.policy, self.deadlines = policy, deadlines
         self._owner = os.getpid()
         self.lock = Lock()
         self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
@@ -253,6 +244,7 @@ class Supervisor:
         self.answers: Any = None  # Answers
         self._rollout_reader: RolloutReader | None = None  # made when it is first needed
         self._checkpoints = Checkpoints(self, policy.max_snapshots)
+        self._replacer = Replacer(self)
         # Of the present process.
         self.segment: Any = None
         self.buffers: Any = None  # StepBuffers
@@ -305,7 +297,7 @@ class Supervisor:
             self.recoverer.restarts += 1
         self.channel, self._building = self.recoverer.launch(self.position.build)
         self.recoverer.handed_over()
-        self.pending.bound(self._deadlines.start)
+        self.pending.bound(self.deadlines.start)
         return self._happen(Launched())
 
     # --- steps, and resets that carry nothing -----------------------------------------------------
@@ -409,7 +401,7 @@ class Supervisor:
         """Ask for a step where the worker is not simply waiting for one."""
         self.check("step", Kind.STEP)
         if self.maintenance.is_due:
-            self._maintain(resetting=False)
+            self._replacer.replace(resetting=False)
         number = self.position.number + 1
         if self.state.process is Process.READY:
             self.buffers.encode(number, action)
@@ -443,7 +435,7 @@ class Supervisor:
                 self.apply_limits(resetting=getattr(message, "mask", None) is None)
             resets_all = isinstance(message, Reset) and message.mask is None
             if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
-                self._maintain(resetting=resets_all)
+                self._replacer.replace(resetting=resets_all)
             touched = None
             if isinstance(message, Reset):
                 self.reporter.asked = message.seeds
@@ -477,7 +469,7 @@ class Supervisor:
         state, instruction = self.state, Instruction.NOTHING
         for event in events:
             state, instruction = decide(state, event, self.rules)
-            self.path.append((event, state))
+            self.reporter.path.append((event, state))
         self._become(interned(state), instruction)
         return instruction
 
@@ -583,7 +575,8 @@ class Supervisor:
         if request is not None and self.codec is not None and self.reporter.reports.wanted:
             entry = self.pending.entry(channel.segment, number, request, self.codec.layout)
         idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
-        return self.reporter.loss(gone, name, slot, self.pending.limit, self._case(entry), idle=idle)
+        case = self.reporter.case(entry, self.pending.limit, self.description, self.codec)
+        return self.reporter.loss(gone, name, slot, self.pending.limit, case, idle=idle)
 
     def _drop_lost(self, healing: Healing, instruction: Instruction) -> None:
         """Drop a lost process whose envs are not recovered, and record the outcome."""
@@ -598,26 +591,6 @@ class Supervisor:
     def _tell(self, healing: Healing, outcome: Outcome, reason: str) -> None:
         assert healing.loss is not None
         self.reporter.recovery(healing.loss, outcome, reason, healing.progress)
-
-    def _case(self, pending: bytes) -> Case | None:
-        """Return the data for a crash report; ``None`` if no reports are wanted."""
-        if not self.reporter.reports.wanted:
-            return None
-        journal, codec, build = self.position.journal, self.codec, self.position.build
-        known = journal.recording and codec is not None
-        packed = build.env_fns
-        if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
-            packed = packed.again()
-        return Case(
-            replay=partial(furthest_replay, journal.dump() if known else None),
-            size=len(journal) if known else 0,
-            pending=pending,
-            build=replace(build, env_fns=packed),
-            description=self.description,
-            deadline=self.pending.limit,
-            layout=None if codec is None else codec.layout,
-            path=tuple(line_of(event, after) for event, after in tuple(self.path)),
-        )
 
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that cannot be recovered."""
@@ -703,7 +676,8 @@ class Supervisor:
                 progress = self.recoverer.begin() if healing is None else healing.progress
                 healing = self.healing = Healing(channel, gone.fate, progress)
             if healing.loss is None:
-                healing.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, self._case(b""))
+                case = self.reporter.case(b"", pending.limit, self.description, self.codec)
+                healing.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, case)
             return Lost(gone.cause, -1, gone.is_from_outside)
         return Built()
 
@@ -713,7 +687,7 @@ class Supervisor:
         if healing is None:
             assert self.channel is not None
             gone = self.channel.kill(detail=_INTERRUPTED)
-            gone.detail, self._why_lost = self._why_lost or gone.detail, ""
+            gone.detail, self._replacer.why_lost = self._replacer.why_lost or gone.detail, ""
             return self._lose(gone)
         found: RecoveredEnvs | None = None
         try:
@@ -735,7 +709,7 @@ class Supervisor:
             self._long_past = long_past
         after, instruction = decide(self.state, event, self.rules)
         after = interned(after)
-        self.path.append((event, after))
+        self.reporter.path.append((event, after))
         healing.processes = self.state.losses
         reservation = self.position.journal.memory.reservation
         outcome, reason = healing.outcome(event, instruction, self.state, after, reservation)
@@ -744,7 +718,7 @@ class Supervisor:
         return instruction
 
     def _go_on_from(self, plan: Plan | None, lost: Iterable[int], progress: RecoveryProgress) -> None:
-        """Note that the envs are those that a replay has led to; ``None``: a snapshot. Those in ``lost`` are others."""
+        """Note that the envs come from a replay; ``None``: from a snapshot. Those in ``lost`` are others."""
         journal = self.position.journal
         progress.is_exact = plan is None or not plan.resets or journal.begins_anew
         if plan is not None:
@@ -755,6 +729,30 @@ class Supervisor:
         """Note that all envs are new ones, in which these calls and attributes were repeated."""
         self.position.build = build
         self.position.journal.begin(self.position.number, calls)
+
+    def move_into(
+        self,
+        channel: Channel,
+        build: Build,
+        plan: Plan | None,
+        calls: tuple[bytes, ...],
+        progress: RecoveryProgress,
+    ) -> None:
+        """Move envs that were not lost to another process.
+
+        Args:
+            channel: To the process.
+            build: The request that built its envs.
+            plan: What was replayed in it; ``None``: all its envs are new ones.
+            calls: Calls and attributes that were repeated in new envs.
+            progress: What it has taken.
+        """
+        if plan is None:
+            self._begin_anew(build, calls)
+        else:
+            self.position.build = build
+            self._go_on_from(plan, plan.missing, progress)
+        self.adopt(channel, progress.replayed)
 
     def _strayed(self, slot: int, what: str) -> None:
         """Note that a slot was replayed from a reset otherwise than it was seen."""
@@ -783,7 +781,7 @@ class Supervisor:
     def _commit(self, number: int, event: Replied, answer: Any, read: Read | None = None) -> None:
         """Commit an answer; ``read``: what it has shown."""
         state, _ = decide(self.state, event, self.rules)
-        self.path.append((event, state))
+        self.reporter.path.append((event, state))
         state, position = interned(state), self.position
         seen, pickled_rows = (position.seen, position.pickled_rows) if read is None else (read.seen, read.pickled_rows)
         self.last_answer = answer
@@ -825,7 +823,7 @@ class Supervisor:
                 for slot, reason in skipped:
                     answer.errors[slot] = self.reporter.lost_error(loss, reason)
             if not self.position.build.exact and not failed:
-                self._note_spoilt(skipped)
+                self._replacer.note_spoilt(skipped)
         ended = request.kind is Kind.STEP and read is not None and read.ended
         if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
             self.reporter.truncated_error(0, answer, channel.pid)
@@ -925,10 +923,9 @@ class Supervisor:
             assert read is not None
             for slot, error in read.truncated_errors.items():
                 self.reporter.truncated_error(slot, error, self.channel.pid)
-            self.note_ends(self.last_answer, number)
-            position.steps += 1
+            self._count_step(self.last_answer, number)
             if self.answers.started == number:
-                self.note_starts(number)
+                self._note_starts(number)
             elif read.ended or not position.number & SAMPLE:
                 self.apply_limits()
             return
@@ -936,24 +933,32 @@ class Supervisor:
             position.count_reset(message.seeds, message.touches)
             position.journal.note_ends(filter(message.touches, range(self.rules.slots)), number)
             if self.answers.started == number:
-                self.note_starts(number)
+                self._note_starts(number)
         # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
         self.apply_limits()
 
-    def note_beginning(self, number: int) -> None:
-        """Note that a single env was reset by a request that carries nothing."""
-        self.position.count_reset((None,), BEGINNING.touches)
-        self.position.journal.note_ends((0,), number)
+    def count_plain(self, answer: Any, number: int, meaning: int) -> None:
+        """Count a plain answer, if there is more to count than a step, and see what is due."""
+        if meaning == BEGINS:  # a single env was reset
+            self.position.count_reset((None,), BEGINNING.touches)
+            self.position.journal.note_ends((0,), number)
+        else:
+            self._count_step(answer, number)
+        if self.answers.started == number:
+            self._note_starts(number)
+        elif not number & SAMPLE or self.maintenance.recycling.wanted:
+            self.apply_limits()
 
-    def note_ends(self, reply: Any, number: int) -> None:
-        """Note whose episodes the answer to the step ``number`` ends."""
-        if isinstance(reply, RowsReply):
+    def _count_step(self, answer: Any, number: int) -> None:
+        """Count a step, and the episodes that its answer ends."""
+        if isinstance(answer, RowsReply):
             failed = self.segment.banks[number & 1].failed
-            ended = (reply.terminated | reply.truncated | failed).nonzero()[0].tolist()
+            ended = (answer.terminated | answer.truncated | failed).nonzero()[0].tolist()
             self.position.count_ends(ended)
             self.position.journal.note_ends(ended, number)
+        self.position.steps += 1
 
-    def note_starts(self, number: int) -> None:
+    def _note_starts(self, number: int) -> None:
         """Note the resets that the reply to request ``number`` tells of: a replay can begin there."""
         channel = self.channel
         if channel is not None:
@@ -1047,10 +1052,10 @@ class Supervisor:
         # Adjacent stores: no signal handler comes in between.
         self.channel, self.segment, self.buffers = channel, segment, buffers
         self.recoverer.handed_over()
-        is_over = self._is_between_episodes()
+        is_over = self.is_between_episodes()
         self.maintenance.begin(channel, replayed, is_over=is_over)
         channel.prefer(self.core, sharing=self._sharing)
-        channel.envs, channel.patience = self.reporter.env_in(-1), self._deadlines.close
+        channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close
         if old is not None and old is not channel:
             old.kill()
             old.release()
@@ -1072,7 +1077,7 @@ class Supervisor:
         self.position.show(channel.segment, position["shown"])
         if self.position.spaces != spaces:
             self._set_spaces(self.position.spaces)
-        self._stand(state)
+        self.stand(state)
 
     def drop(self) -> None:
         """End the process; its segment stays, with what the caller saw last."""
@@ -1110,93 +1115,20 @@ class Supervisor:
                 limit, longest = self.policy.journal_limit * journal.slots, self.policy.replay_limit * journal.slots
                 forks = self._forks and not words[OBSTACLE]
                 journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
-            self.maintenance.look(channel, (lambda: True) if resetting else self._is_between_episodes)
+            self.maintenance.look(channel, (lambda: True) if resetting else self.is_between_episodes)
             self.pending.learn(self.position.steps, self.position.episodes)
 
-    def _maintain(self, *, resetting: bool) -> None:
-        """Do what is due between two requests: replace the process."""
-        maintenance, channel = self.maintenance, self.channel
-        wanted = maintenance.recycling_due or maintenance.spoilt
-        if channel is not None and self.state.process is Process.READY and wanted:
-            self._recycle(channel, resetting=resetting)
-        maintenance.is_due = False
-
-    @interrupts.shielded
-    def _recycle(self, channel: Channel, *, resetting: bool) -> None:
-        """Replace the process between two requests: with new envs between two episodes, else if they can be replayed.
-
-        Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
-        the new one is built beside it. If the envs cannot be built there, the old process ends first from then
-        on, as long as a replay may recover its envs; if none does, that is a loss like any other.
-        """
-        maintenance, reporter, slots = self.maintenance, self.reporter, range(self.rules.slots)
-        anew = tuple(slots) if resetting or self._is_between_episodes() else tuple(sorted(maintenance.spoilt))
-        why = maintenance.recycling_due or "after a reset that ended process after process"
-        position = self.position
-        ends_first = len(anew) == len(slots) or (maintenance.ends_first and can_replay(position, frozenset(anew)))
-        try:
-            generators = self.ask_between(GetGenerators(anew)) if anew else {}
-        except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
-            sometimes("a process is lost before it is replaced by plan")
-            if self.state.process is Process.NONE and not self.state.pending_truncations:
-                raise  # the policy says so; the caller's request has no envs to go to
-            logger.warning("%s: its process is not replaced: %s", reporter.name, error)
-            maintenance.put_off()
-            return
-        before = self.state
-        if ends_first:
-            # From here on an exception leaves the worker lost: the next request recovers the envs.
-            self._stand(decide(before, Interrupted(), self.rules)[0])
-            self.healing = None
-            assert self.channel is not None
-            limit = self._deadlines.close
-            warning = self._ask_to_end(self.channel, limit, time.monotonic() + limit, keep_memory=True)
-            if warning:
-                logger.warning(warning)
-        replacement = replaced(self.recoverer, position, generators)
-        process, progress, reason = replacement.channel, replacement.progress, replacement.reason
-        self.refuse_if_closed("step", process)
-        if process is not None and replacement.build is not None:
-            sometimes("a process is replaced by plan")
-            if replacement.plan is None:
-                self._begin_anew(replacement.build, replacement.calls)
-            else:
-                position.build = replacement.build
-                self._go_on_from(replacement.plan, replacement.plan.missing, progress)
-            self.adopt(process, progress.replayed)
-            self._stand(before)
-            outcome: Any = "exact" if progress.is_exact else "replayed"
-            outcome = "reset" if replacement.plan is None else outcome
-            reason = position.journal.memory.reservation if outcome == "replayed" else ""
-            reporter.recycling(why, outcome, reason, progress)
-            return
-        maintenance.put_off(is_built=replacement.is_built)
-        sometimes("a process that has ended first is not replaced", ends_first)
-        sometimes("a replacement by plan is put off", not ends_first)
-        if ends_first:
-            self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
-        reporter.recycling(why, "put off", reason, progress)
-
-    def _is_between_episodes(self) -> bool:
+    def is_between_episodes(self) -> bool:
         """Tell whether the episodes of all envs have ended, and none has begun since."""
         position = self.position
         if position.build.exact:
             return self.state.episode is Episode.ENDED
-        bank = self.segment.banks[position.seen & 1]
-        is_over = position.seen and position.build.autoreset != "SAME_STEP"
-        return bool(is_over and (bank.terminated | bank.truncated | bank.failed).all())
+        return position.build.autoreset != "SAME_STEP" and bool(self.ended().all())
 
-    def _note_spoilt(self, skipped: Iterable[tuple[int, str]]) -> None:
-        """Note which envs are to be new ones: their resets have ended processes, whatever brought the envs back."""
-        state, seen = self.state, self.position.seen
-        bank = self.segment.banks[seen & 1]
-        assert state.request is not None
-        guilty = {slot for slot, _ in (*state.deaths, *state.killed)}
-        for slot, _ in skipped:
-            is_over = seen and (bank.terminated[slot] or bank.truncated[slot] or bank.failed[slot])
-            if slot in guilty and (is_over or slot in state.not_reset or state.request.kind is Kind.RESET):
-                sometimes("an env whose reset ends processes is built anew")
-                self.maintenance.spoil(slot)
+    def ended(self) -> Any:
+        """Return for each slot of a batch whether the caller has seen the end of its episode last: an array of bool."""
+        bank = self.segment.banks[self.position.seen & 1]
+        return (bank.terminated | bank.truncated | bank.failed) & bool(self.position.seen)
 
     # --- states to come back to -------------------------------------------------------------------
 
@@ -1237,9 +1169,7 @@ class Supervisor:
             before, channel = self.state, self.channel
             assert channel is not None
             self.pending.begin(message, b"", ASIDE)
-            self.healing = None
-            # So that an exception in here leaves the worker lost; else it is as before.
-            self._stand(decide(before, Interrupted(), self.rules)[0])
+            self.stand_lost()  # so that an exception in here leaves the worker lost; else it is as before
             try:
                 answer = self.recoverer.ask(channel, message, self.pending.until)
             except Gone as gone:
@@ -1248,7 +1178,7 @@ class Supervisor:
                 if instruction is not Instruction.RECOVER:
                     raise self.last_answer from None
             else:
-                self._stand(before)
+                self.stand(before)
                 return answer
 
     def _recover_now(self) -> None:
@@ -1279,7 +1209,12 @@ class Supervisor:
         """Note that the worker is closed: it refuses all calls from now on."""
         self._happen(Closed())
 
-    def _stand(self, state: State) -> None:
+    def stand_lost(self) -> None:
+        """Commit, for a while, the state of a worker whose envs are recovered next: an exception leaves it so."""
+        self.healing = None
+        self.stand(decide(self.state, Interrupted(), self.rules)[0])
+
+    def stand(self, state: State) -> None:
         """Commit a state that no event leads to: for a while another one, or that from before."""
         self.state = interned(state)
 
@@ -1328,7 +1263,7 @@ class Supervisor:
             return
         self._closed = True
         self.recoverer.close()
-        limit = self._deadlines.close if patience is None else min(self._deadlines.close, max(0.0, patience))
+        limit = self.deadlines.close if patience is None else min(self.deadlines.close, max(0.0, patience))
         mine = self.lock._is_owned()  # type: ignore[attr-defined]
         try:
             if mine or not self.lock.acquire(blocking=False):
@@ -1366,7 +1301,7 @@ class Supervisor:
                 if not is_idle:
                     warning = cut_short(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()")
             if is_idle:
-                warning = self._ask_to_end(channel, limit, until)
+                warning = self.ask_to_end(channel, limit, until)
             else:
                 channel.kill()
         except Gone:
@@ -1376,7 +1311,7 @@ class Supervisor:
         if warning:
             beside(partial(logger.warning, warning), _SOON)
 
-    def _ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> str:
+    def ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> str:
         """Ask a process to close its envs and end; kill it if it has not by ``until``, and return what to say then."""
         channel.is_closing = True
         self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))
@@ -1414,7 +1349,7 @@ class Supervisor:
         words = None if channel is None else channel.segment
         alive = state.process in (Process.BUILDING, Process.READY) and channel is not None
         return self.reporter.statistics(
-            state=_name_of(state, started=self.recoverer.description is not None),
+            state=name_of(state, started=self.recoverer.description is not None),
             pid=channel.pid if alive and channel is not None else None,
             rss=memory_of(channel) if alive and channel is not None else None,
             restarts=self.recoverer.restarts,
@@ -1427,21 +1362,3 @@ class Supervisor:
 def _warn(lines: Iterable[str]) -> None:
     for line in lines:
         logger.warning("%s", line)
-
-
-def _name_of(state: State, *, started: bool) -> str:
-    """Return the word that statistics() has for a state."""
-    if state.process is Process.CLOSED:
-        return "closed"
-    if state.process is Process.BUILDING:
-        return "starting"
-    if state.process is Process.NONE:
-        return "lost" if started else "new"
-    if state.process is Process.LOST:
-        return "lost"
-    return {
-        Episode.NONE: "ready",
-        Episode.RUNNING: "running",
-        Episode.TRUNCATED: "running",
-        Episode.ENDED: "ended",
-    }[state.episode]
