@@ -44,6 +44,8 @@ def test_a_deterministic_env(reports: Path) -> None:
     assert row(result, "episodes not recovered") == "0"
     assert int(row(result, "recovered by: snapshot")) > 0
     assert int(row(result, "recovered by: journal")) > 0
+    assert int(row(result, "signal sent: SIGKILL, to a snapshot")) > 0
+    assert int(row(result, "lost: was killed by SIGKILL")) > 0
     assert not list(reports.iterdir())  # they would push out those of real losses
 
 
