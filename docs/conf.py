@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import multienv
 
 project = "multienv"
-author = "the authors of multienv"
+author = "The multienv authors"
 version = release = multienv.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]

@@ -102,9 +102,12 @@ def text(x: float, y: float, line: str, inside: str = "", style: str = "") -> st
 
 
 def row(drive: Drive, top: float, steps: int, title: str, colour: str, told: list[str]) -> list[str]:
-    """Return the parts of one drive: title, curve, a mark at each signal with the text beside it, and the end."""
+    """Return the parts of one drive: title, axis, curve, a mark at each signal with the text beside it, and the end."""
+    middle = top + HEIGHT / 2
+    upwards = f'font-size="11" fill="#57606a" text-anchor="middle" transform="rotate(-90 {LEFT - 6} {middle})"'
     parts = [
         text(LEFT, top - 12, title, style='font-size="15" font-weight="bold"'),
+        text(LEFT - 6, middle, "position of the car", style=upwards),
         f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{HEIGHT}" fill="#ffffff" stroke="#d0d7de"/>',
         f'<g clip-path="url(#shown)">{curve(drive, top, steps)} stroke="{colour}"/></g>',
     ]
@@ -150,7 +153,7 @@ def drawing() -> str:
         *row(ours, TOP, steps, "multienv", "#0969da", back),
         *row(theirs, below, steps, "gymnasium's AsyncVectorEnv", "#8250df", [""]),
         text(LEFT + WIDTH, height - 12, f"step {steps}", style='text-anchor="end" fill="#57606a"'),
-        text(LEFT, height - 12, "position of the car, step 0", style='fill="#57606a"'),
+        text(LEFT, height - 12, "step 0", style='fill="#57606a"'),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

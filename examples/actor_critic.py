@@ -43,7 +43,7 @@ from multienv import MultiEnv, RayOptions, RayVectorEnv, SubprocessVectorEnv, cr
 try:
     from matplotlib.figure import Figure
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 except ImportError as error:
     sys.exit(f'{error}: this example needs rich and matplotlib; in a checkout, run pip install -e ".[examples]"')
 
@@ -307,8 +307,9 @@ def train(options: argparse.Namespace, title: str, rate: float | None, progress:
                 run.seconds = time.monotonic() - began
                 recovered = sum(map(run.count, RECOVERIES))
                 told = f"return {run.mean_return:5.1f}  {run.steps / run.seconds:6.0f} steps/s"
-                told += f"  lost {run.count('losses')} recovered {recovered}"
-                progress.update(bar, completed=run.steps, told=told)
+                told += f"  {recovered}/{run.count('losses')} recovered  {run.seconds:4.1f} s"
+                total = run.steps if run.solved else options.total_steps
+                progress.update(bar, completed=run.steps, total=total, told=told)
                 if not progress.console.is_terminal and time.monotonic() > last + 5:  # a pipe shows no bar
                     last = time.monotonic()
                     progress.console.print(f"{title}: {run.steps} steps  {told}", soft_wrap=True)
@@ -346,7 +347,7 @@ def draw(run: Run, calm: Run | None, options: argparse.Namespace) -> None:
         label = f"solved ({options.threshold:g})"
         axes.axhline(options.threshold, color="tab:green", linestyle="--", label=label)
     axes.set(xlabel="environment steps", ylabel="episode return", title=f"{options.env}, seed {options.seed}")
-    figure.legend(loc="outside lower center", ncols=5)
+    figure.legend(loc="outside lower center", ncols=3)
     figure.savefig(options.plot, dpi=120)
 
 
@@ -397,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if options.chaos is not None:
         logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss logs a warning; here the bar counts them
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}")
     with Progress(*columns, console=Console(stderr=True)) as progress:
         run = train(options, "chaos" if options.chaos else "learning", options.chaos, progress)
         calm = train(options, "undisturbed", None, progress) if options.verify else None

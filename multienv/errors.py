@@ -186,7 +186,8 @@ class WorkerLostError(MultienvError):
         idle: Whether the process ended before it began to execute the request.
         envs: Indices of all envs of the worker.
         exit_code: Exit code of the process; a negative number is a signal; ``None`` if not known.
-        stack: Python and native stack at the moment of the death or hang, if they were recorded.
+        stack: Python and native stack at the moment of the death or hang, if they were recorded. The message shows
+            only the frames of the env's code.
         stderr: The last lines that the process wrote to stderr.
         report: The crash report, for ``multienv replay``; ``""`` if none is written.
     """

@@ -24,9 +24,8 @@ from multienv.worker.failures import pickled
 try:
     from pettingzoo import AECEnv, ParallelEnv
 except ImportError as missing:
-    # Not "multienv[pettingzoo]" alone: on the package index that name belongs to another project.
     raise ImportError(
-        f'multienv.adapters.pettingzoo needs {missing.name}: pip install -e ".[pettingzoo]" in a checkout of multienv.',
+        f'multienv.adapters.pettingzoo needs {missing.name}: pip install "multienv-rl[pettingzoo]"',
         name=missing.name,
     ) from None
 

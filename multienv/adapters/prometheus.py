@@ -14,7 +14,7 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 except ImportError as missing:
     raise ImportError(
-        f'multienv.adapters.prometheus needs {missing.name}: pip install -e ".[prometheus]" in a checkout of multienv.',
+        f'multienv.adapters.prometheus needs {missing.name}: pip install "multienv-rl[prometheus]"',
         name=missing.name,
     ) from None
 

@@ -20,9 +20,8 @@ from multienv.vector.vector_env import SubprocessVectorEnv
 try:
     from stable_baselines3.common.vec_env import VecEnv
 except ImportError as missing:
-    # Not "multienv[sb3]" alone: on the package index that name belongs to another project.
     raise ImportError(
-        f'multienv.adapters.stable_baselines3 needs {missing.name}: pip install -e ".[sb3]" in a checkout of multienv.',
+        f'multienv.adapters.stable_baselines3 needs {missing.name}: pip install "multienv-rl[sb3]"',
         name=missing.name,
     ) from None
 

@@ -49,7 +49,7 @@ def _new_writer(directory: str) -> Any:
     except ImportError as missing:
         raise ImportError(
             f"TensorBoardExporter({directory!r}) needs {missing.name}: give it a SummaryWriter, or "
-            'pip install -e ".[tensorboard]" in a checkout of multienv.',
+            'pip install "multienv-rl[tensorboard]"',
             name=missing.name,
         ) from None
     return Writer(directory)

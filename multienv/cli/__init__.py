@@ -10,8 +10,7 @@ try:
     import rich  # noqa: F401
     import typer
 except ImportError as missing:
-    # Not "multienv[cli]": on the package index that name belongs to another project.
-    sys.exit(f'The multienv command needs {missing.name}: pip install -e ".[cli]" in a checkout of multienv.')
+    sys.exit(f'The multienv command needs {missing.name}: pip install "multienv-rl[cli]"')
 
 from multienv import __version__
 from multienv.cli import bench, chaos, doctor, replay, top

@@ -107,7 +107,7 @@ def _peers(against: str) -> list[str]:
         if one not in PEERS:
             raise UsageError(f"--against {against}: choose from {', '.join(PEERS)} (separated by a comma), or none.")
     if "sb3" in peers and importlib.util.find_spec("stable_baselines3") is None:
-        raise UsageError('--against sb3 needs Stable-Baselines3: pip install -e ".[sb3]" in a checkout of multienv.')
+        raise UsageError('--against sb3 needs Stable-Baselines3: pip install "multienv-rl[sb3]"')
     return peers
 
 

@@ -106,7 +106,7 @@ def _table(told: dict[str, Any]) -> Table:
         ("recovered by", "methods"),
     ):
         for kind, number in sorted(told[counts].items()):
-            table.add_row(f"{name}: {kind}", f"{number:,}")
+            table.add_row(f"{name}: {_in_words(kind) if counts in ('strikes', 'losses') else kind}", f"{number:,}")
     table.add_section()
     table.add_row("time to recover, median", f"{1000 * told['seconds']['median']:.1f} ms")
     table.add_row("time to recover, 99th percentile", f"{1000 * told['seconds']['p99']:.1f} ms")
@@ -116,3 +116,10 @@ def _table(told: dict[str, Any]) -> Table:
         table.add_row("went another way after 'replayed'", f"{len(told['strayed']):,}", style="yellow")
     table.add_row("mismatches", f"{len(told['mismatches']):,}", style="red" if told["mismatches"] else "green")
     return table
+
+
+def _in_words(kind: str) -> str:
+    """Return how the table names a kind of ``Chaos.strikes`` or ``Chaos.losses``."""
+    if kind == "snapshot":
+        return "SIGKILL, to a snapshot"
+    return kind.removeprefix("died: ").replace(": ", ", ")

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import cloudpickle
@@ -23,7 +21,6 @@ import numpy as np
 import psutil
 from rich.filesize import decimal
 
-import multienv
 from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv.cli.anew import resumed
 from multienv.cli.rendering import drawn
@@ -34,6 +31,7 @@ from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvError, MultienvError, RestartBudgetExceeded, UsageError, WorkerHungError, WorkerLostError
 from multienv.events import Event, Loss, Recovery, Statistics
 from multienv.recovery.verification import is_comparable
+from multienv.reports.texts import foreign_frames
 from multienv.testing.killer import KillManner, send
 from multienv.testing.side_by_side import EnvFn
 
@@ -84,12 +82,6 @@ _OFFSCREEN = "For MuJoCo, set MUJOCO_GL=egl or MUJOCO_GL=osmesa; see docs/robot_
 _NO_DISPLAY = ("OpenGL", "DISPLAY")
 _ON_THE_CPU = (
     "The CPU renders. For a GPU: install its driver's EGL library, and give each worker a device by worker_env."
-)
-# The frames of multienv's own code in a traceback or a stack of a worker.
-_OUR_FRAMES = re.compile(
-    rf'(?:^  File "{re.escape(str(Path(multienv.__file__).parent))}/(?:worker|processes|wire)/.*\n?(?:    .*\n?)*)+'
-    r'(?:  File "<string>", line 1 in <module>\n?)?',
-    re.MULTILINE,
 )
 
 
@@ -272,7 +264,7 @@ def _failed(patient: Patient, error: Exception) -> Row:
         if patient.first.steps:  # the env runs, until it ends its worker by itself
             verdict, text = "note", f"not known: {text}"
         advice = _to_run_again(patient, error) or advice
-    return Row(verdict, text, advice, _foreign_frames(detail))
+    return Row(verdict, text, advice, foreign_frames(detail))
 
 
 def _last_words(lost: WorkerLostError) -> str:
@@ -288,13 +280,6 @@ def _to_run_again(patient: Patient, lost: WorkerLostError) -> str:
 
 def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
-def _foreign_frames(text: str) -> str:
-    """Return a traceback or a stack without the frames of multienv; a stack keeps them if it has no others."""
-    left = _OUR_FRAMES.sub("", text)
-    is_bare = "most recent call first" in text and '  File "' not in left
-    return (text if is_bare else left).strip("\n")
 
 
 # --- does it run at all? --------------------------------------------------------------------------
@@ -334,7 +319,7 @@ def steps(patient: Patient) -> Row:
         patient.is_doomed = len(lost_in) >= _NO_CHANCE
     means += ": its episode is truncated there" if patient.is_doomed else ""
     verdict: Verdict = "truncates" if patient.is_doomed else "note"
-    return Row(verdict, means, _to_run_again(patient, lost), _foreign_frames(_last_words(lost)))
+    return Row(verdict, means, _to_run_again(patient, lost), foreign_frames(_last_words(lost)))
 
 
 def compares(patient: Patient) -> Row | None:
@@ -505,7 +490,7 @@ def renders(patient: Patient) -> Row | None:
         except EnvError as error:
             text = f"no frame. {error}".splitlines()[0]
             advice = f"Is there no display? {_OFFSCREEN}"
-            return Row("note", text, advice, _foreign_frames(error.remote_traceback))
+            return Row("note", text, advice, foreign_frames(error.remote_traceback))
         known = env.call("drawn_by")
         name = "MUJOCO_GL"
         if f"{name}={os.environ.get(name)}" in known:

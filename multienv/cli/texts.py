@@ -40,4 +40,4 @@ def _age_and_outcome(summary: dict[str, Any]) -> str:
 
 
 def _what(summary: dict[str, Any]) -> str:
-    return " ".join(summary["what"].removeprefix("The process of ").split())
+    return " ".join(summary["what"].removeprefix("The ").split())

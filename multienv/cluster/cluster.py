@@ -43,9 +43,7 @@ def import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise UsageError(
-            'Envs on a Ray cluster need the extra "ray": pip install -e ".[ray]" in a checkout of multienv.'
-        ) from error
+        raise UsageError('Envs on a Ray cluster need the extra "ray": pip install "multienv-rl[ray]"') from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 from multienv.processes.channel import Channel
 from multienv.recovery.deadlines import SECOND_CHANCE, RequestDeadlines
 from multienv.recovery.state_machine import Kind, Request, State
-from multienv.reports.texts import deadline_of
+from multienv.reports.texts import deadline_of, foreign_frames
 from multienv.sometimes import sometimes
 from multienv.wire.actions import PICKLED
 from multienv.wire.banks import BEGIN, HEAD, MESSAGE, NOT_RESET, SKIPPED, STEP, STEPPED, U32, BankLayout, Entry
@@ -277,7 +277,7 @@ class Pending:
             SILENCE,
             channel.pid,
             advice,
-            channel.stack().strip(),
+            foreign_frames(channel.stack()),
         )
 
     def payload_of(self, segment: Segment, number: int, request: Request) -> bytes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import shlex
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -27,6 +29,12 @@ from multienv.wire.messages import Failure
 _COSTS = {"truncated": "the episode has ended", "reset": "in a new process", "raised": "an error is raised"}
 # Lines of a stack or of stderr that an error shows.
 _LINES = 60
+# The frames of multienv's own code in a traceback or a stack of a worker, and what faulthandler writes below the stack.
+_OUR_FRAMES = re.compile(
+    rf'(?:^  File "{re.escape(str(Path(__file__).parents[1]))}/(?:worker|processes|wire)/.*\n?(?:    .*\n?)*)+'
+    r'(?:  File "<string>", line 1 in <module>\n?)?|^\nExtension modules: .*\n?',
+    re.MULTILINE,
+)
 
 
 def exit_text(code: int | None) -> str:
@@ -130,7 +138,7 @@ def lost_error(loss: Loss, advice: str, report: str = "", kind: type[WorkerLostE
     """
     parts = [f"{what_happened(loss)} {advice}".strip()]
     if loss.stack.strip():
-        parts.append(f"Its stack:\n{_indented(loss.stack)}")
+        parts.append(f"Its stack:\n{_indented(foreign_frames(loss.stack))}")
     if loss.stderr.strip():
         parts.append(f"Its last lines on stderr:\n{_indented(loss.stderr)}")
     if report:
@@ -142,6 +150,13 @@ def lost_error(loss: Loss, advice: str, report: str = "", kind: type[WorkerLostE
     error.exit_code, error.stack, error.stderr = loss.exit_code, loss.stack, loss.stderr
     error.report = report
     return error
+
+
+def foreign_frames(text: str) -> str:
+    """Return a traceback or a stack without the frames of multienv; a stack keeps them if it has no others."""
+    left = _OUR_FRAMES.sub("", text)
+    is_bare = "most recent call first" in text and '  File "' not in left
+    return (text if is_bare else left).strip("\n")
 
 
 def _indented(text: str) -> str:

@@ -30,4 +30,4 @@ def test_without_the_library_of_an_adapter_the_extra_is_named():
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(told) == len(CASES)
     for line, (extra, *_) in zip(told, CASES, strict=True):
-        assert f'pip install -e ".[{extra}]"' in line
+        assert f'pip install "multienv-rl[{extra}]"' in line

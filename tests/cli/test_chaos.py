@@ -44,6 +44,8 @@ def test_a_deterministic_env(reports: Path) -> None:
     assert row(result, "episodes not recovered") == "0"
     assert int(row(result, "recovered by: snapshot")) > 0
     assert int(row(result, "recovered by: journal")) > 0
+    assert int(row(result, "signal sent: SIGKILL, to a snapshot")) > 0
+    assert int(row(result, "lost: was killed by SIGKILL")) > 0
     assert not list(reports.iterdir())  # they would push out those of real losses
 
 
@@ -79,7 +81,7 @@ def test_what_differs_silently_after_a_kill_is_told_and_nothing_else_is_on_stdou
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "multienv.cli")
-    with pytest.raises(SystemExit, match=r'pip install -e "\.\[cli\]" in a checkout'):
+    with pytest.raises(SystemExit, match=r'pip install "multienv-rl\[cli\]"'):
         import multienv.cli  # noqa: F401
 
 

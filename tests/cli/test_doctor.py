@@ -389,14 +389,6 @@ def test_an_env_that_leaks_memory_is_told_a_limit_of_its_worker(monkeypatch: pyt
     assert checks._recycle_after_steps(40.0) == "recycle_after_steps=100"
 
 
-def test_a_stack_without_a_frame_of_the_env_is_shown_as_it_is() -> None:
-    ours = f'  File "{package.__path__[0]}/processes/monitor.py", line 5 in main\n  File "<string>", line 1 in <module>'
-    bare = f"Current thread 0x7 (most recent call first):\n{ours}"
-    assert checks._foreign_frames(bare) == bare
-    kept = 'Current thread 0x7 (most recent call first):\n  File "/home/me/multienv/worker/sim.py", line 3 in step'
-    assert checks._foreign_frames(f"{kept}\n{ours}") == kept
-
-
 def test_what_an_env_prints_does_not_flood_the_terminal_but_for_its_last_words() -> None:
     arguments = ("doctor", f"{ODD_ENVS}:Loud", "--env-kwargs", '{"horizon": 30}')
     quiet, loud = run_process(*arguments), run_process(*arguments, "--verbose")

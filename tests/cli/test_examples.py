@@ -65,6 +65,33 @@ def test_the_actor_critic_while_its_workers_are_killed(tmp_path, face):
     assert (tmp_path / "actor_critic.png").read_bytes().startswith(b"\x89PNG")
 
 
+SOLVED_EARLY = """
+import sys
+import gymnasium
+import actor_critic
+
+gymnasium.spec("CartPole-v1").reward_threshold = 18.125
+save = actor_critic.Figure.savefig
+
+def savefig(figure, *arguments, **options):
+    save(figure, *arguments, **options)
+    left, bottom, width, height = figure.legends[0].get_window_extent().bounds
+    assert min(left, bottom) >= 0 and left + width <= figure.bbox.width
+
+actor_critic.Figure.savefig = savefig
+sys.stderr = sys.stdout
+sys.exit(actor_critic.main(["--chaos", "8", "--verify"]))
+"""
+
+
+def test_the_actor_critic_solves_a_task_with_a_full_bar_the_same_time_in_bar_and_text_and_a_whole_legend(tmp_path):
+    told = run(tmp_path, "-c", f"import sys; sys.path.append({str(ROOT / 'examples')!r})\n{SOLVED_EARLY}")
+    bar = re.search(r"chaos +(━+) return .* recovered +([\d.]+ s)", told)
+    assert bar, told  # in a pipe the rest of a bar is blank
+    assert len(bar[1]) > 20
+    assert re.search(rf"\nsolved: .*\n.* steps, {bar[2]};", told), told
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),

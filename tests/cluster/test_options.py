@@ -43,6 +43,6 @@ def test_a_manager_refuses_an_unknown_backend_and_ray_options_without_ray(option
 
 def test_without_the_extra_there_is_one_clear_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    line = 'Envs on a Ray cluster need the extra "ray": pip install -e ".[ray]" in a checkout of multienv.'
+    line = 'Envs on a Ray cluster need the extra "ray": pip install "multienv-rl[ray]"'
     with pytest.raises(UsageError, match=f"^{re.escape(line)}$"):
         RayEnv(dict)

@@ -123,3 +123,6 @@ def test_the_warning_of_a_silent_hang_names_the_env_of_several_in_the_worker(
     assert [record.getMessage().partition(" (pid")[0] for record in caplog.records] == [
         "step() of env 1 has not returned for 0 s"
     ]
+    stack = caplog.records[0].getMessage().partition("Its stack:")[2]
+    assert " in step" in stack
+    assert "worker/main.py" not in stack

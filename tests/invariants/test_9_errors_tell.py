@@ -102,9 +102,15 @@ def test_a_segfault_is_told_with_its_signal_and_its_stack(kind: str) -> None:
     for words in ("Segmentation fault", "faults.py", "in string_at"):
         assert words in error.stack
         assert words in str(error)
+    # Below the env's lines the message ends; the error and the report have the whole stack.
+    loss = json.loads(Path(error.report).read_text())["loss"]
+    assert loss["stack"] == error.stack.splitlines()
+    for words in ("worker/main.py", "Extension modules"):
+        assert words in error.stack
+        assert words not in str(error)
     assert "reset()" in str(error)
     assert f"multienv replay {error.report}" in str(error)
-    assert json.loads(Path(error.report).read_text())["loss"]["signal"] == "SIGSEGV"
+    assert loss["signal"] == "SIGSEGV"
 
 
 def test_a_sigkill_hints_at_the_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import pkgutil
 import re
 from pathlib import Path
@@ -25,6 +26,18 @@ def test_the_reference_has_every_public_name():
     adapters = [f"multienv.adapters.{module.name}" for module in pkgutil.iter_modules(multienv.adapters.__path__)]
     for module in ("multienv.errors", "multienv.testing", *adapters):
         assert f".. automodule:: {module}\n" in reference, f"add it to docs/api.md: {module}"
+
+
+def test_what_is_to_be_installed_is_an_extra_of_the_package():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["metadata"]["name"] == "multienv-rl"
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *(ROOT / "multienv").rglob("*.py")]
+    named = {
+        found for file in files for found in re.findall(r'pip install "(multienv[\w-]*)\[(\w+)\]', file.read_text())
+    }
+    extras = {("multienv-rl", extra) for extra in setup["options.extras_require"]}
+    assert {("multienv-rl", "cli"), ("multienv-rl", "sb3")} <= named <= {*extras, ("multienv-rl", "EXTRA")}
 
 
 def test_the_index_lists_every_page():

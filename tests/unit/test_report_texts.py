@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+import multienv
 from multienv.errors import (
     MultienvError,
 )
@@ -13,6 +14,7 @@ from multienv.events import Loss
 from multienv.reports.texts import (
     env_error,
     exit_text,
+    foreign_frames,
     lost_error,
 )
 from multienv.wire.messages import Failure
@@ -30,6 +32,16 @@ def test_long_last_words_keep_their_end():
     text = str(lost_error(Loss(None, "died", "step", 1, None, None, 1, stderr=stderr), ""))
     assert "line 499" in text
     assert "line 1\n" not in text
+
+
+def test_a_stack_without_a_frame_of_the_env_is_shown_as_it_is() -> None:
+    ours = (
+        f'  File "{multienv.__path__[0]}/processes/monitor.py", line 5 in main\n  File "<string>", line 1 in <module>'
+    )
+    bare = f"Current thread 0x7 (most recent call first):\n{ours}"
+    assert foreign_frames(bare) == bare
+    kept = 'Current thread 0x7 (most recent call first):\n  File "/home/me/multienv/worker/sim.py", line 3 in step'
+    assert foreign_frames(f"{kept}\n{ours}\n\nExtension modules: numpy.random.mtrand (total: 1)\n") == kept
 
 
 def failure(error: BaseException) -> Failure:
