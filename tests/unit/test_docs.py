@@ -32,6 +32,11 @@ def test_the_index_lists_every_page():
     assert {page.stem for page in PAGES} - {"index"} <= set(listed)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "tutorial").glob("*.py")), ids=lambda path: path.name)
+def test_a_file_of_the_tutorial_stands_in_its_page(path):
+    assert f"```python\n{path.read_text()}```" in (DOCS / "tutorial.md").read_text(), f"paste {path.name} again"
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
 def test_a_link_leads_somewhere(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
