@@ -1,4 +1,4 @@
-"""A drone in a simulator with three bugs: now and then it segfaults, now and then it hangs, and it leaks memory."""
+"""A drone in a simulator that leaks memory, and now and then segfaults or hangs."""
 
 import ctypes
 import random

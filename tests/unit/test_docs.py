@@ -27,6 +27,10 @@ def test_the_reference_has_every_public_name():
         assert f".. automodule:: {module}\n" in reference, f"add it to docs/api.md: {module}"
 
 
+def test_the_readme_is_read_in_five_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 def test_the_index_lists_every_page():
     listed = re.findall(r"^\w+$", (DOCS / "index.md").read_text(), re.MULTILINE)
     assert {page.stem for page in PAGES} - {"index"} <= set(listed)
