@@ -21,7 +21,8 @@ import numpy as np
 from multienv import SubprocessVectorEnv
 
 KILLS = {28: signal.SIGKILL, 70: signal.SIGSEGV}  # after so many steps of the episode
-SECONDS = 10  # of the animation, the last two of which stand still
+SECONDS = 10  # of the animation, the last two of which stand still; it begins with these, and then from the start
+REPEATS = f'begin="-{0.8 * SECONDS:g}s" dur="{SECONDS}s" repeatCount="indefinite"'
 WIDTH, TOP, HEIGHT, GAP = 640, 66, 110, 56
 LEFT = 20
 
@@ -91,8 +92,7 @@ def appears(step: int, steps: int) -> str:
     """Return an animation that shows what it stands in from this step on."""
     moment = max(0.001, 0.8 * step / steps)
     return (
-        f'<animate attributeName="opacity" values="0;1;1" keyTimes="0;{moment:.3f};1" calcMode="discrete" '
-        f'dur="{SECONDS}s" repeatCount="indefinite"/>'
+        f'<animate attributeName="opacity" values="0;1;1" keyTimes="0;{moment:.3f};1" calcMode="discrete" {REPEATS}/>'
     )
 
 
@@ -134,10 +134,7 @@ def drawing() -> str:
     steps = len(ours.positions) - 1
     below = TOP + HEIGHT + GAP
     height = below + HEIGHT + 34
-    reveal = (
-        f'<animate attributeName="width" values="0;{WIDTH};{WIDTH}" keyTimes="0;0.8;1" dur="{SECONDS}s" '
-        'repeatCount="indefinite"/>'
-    )
+    reveal = f'<animate attributeName="width" values="0;{WIDTH};{WIDTH}" keyTimes="0;0.8;1" {REPEATS}/>'
     back = [f"goes on after {1000 * one:.0f} ms" for one in seconds]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 {height}" width="820" height="{height}"',

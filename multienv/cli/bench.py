@@ -97,7 +97,7 @@ def bench(
     work.show_printed(console)
     _show(console, document)
     if any(one.is_local and one.ratio(best) > WORTH_IT for one in result.contenders):
-        console.print("This env steps faster inside the trainer. In processes it gains only that it survives crashes.")
+        console.print("This env is faster without processes. Use them only if it must survive crashes.")
     console.print(f"Recommended:\n{document['code']}", soft_wrap=True)
 
 

@@ -349,7 +349,7 @@ def repeats(patient: Patient) -> Row:
         return Row(
             "note",
             f"two processes with the same seed differ at {difference}",
-            "Does it use other randomness than self.np_random: the clock, os.urandom, a generator that is not seeded?",
+            "Does it draw from anything but self.np_random: the clock, os.urandom, a generator that is not seeded?",
         )
     what = "rewards and flags in " if patient.noticed.incomparable else ""
     return Row("ok", f"the same seed gives the same {what}{patient.other.steps} steps in another process")

@@ -89,7 +89,7 @@ def _drawn(document: dict[str, Any]) -> Group:
     elif all(row["busy"] < 0.1 for row in rows):
         text.append("The workers wait for the trainer.\n")
     else:
-        text.append("The trainer waits for no worker in particular.\n")
+        text.append("The trainer does not wait for one worker more than for the others.\n")
     text.append(f"Crash reports in {reports['directory']}: {reports['number']}\n", "dim")
     for loss in document["losses"]:
         text.append(f"{loss_line(loss)}\n")

@@ -52,15 +52,15 @@ def call_message(
 
 
 def advice_after(name: str, mode: AutoresetMode) -> tuple[str, str]:
-    """Return two sentences for an error: what to do after some envs failed in a call, and how the others are."""
+    """Return two sentences for an error: what to do after envs failed in a call, and what became of the others."""
     if name.startswith("reset"):
-        return "Reset them again.", "The others are reset."
+        return "Reset the failed envs again.", "The other envs are reset."
     if name != "rollout" and not name.startswith("step"):
-        return "All episodes go on.", "The others answered."
-    advice = "The next step() begins an episode where an env raised; reset() does where a process was lost."
+        return "No episode has ended.", "The other envs have answered."
+    advice = "The next step() begins a new episode of each env that raised. If a process was lost, call reset()."
     if mode is AutoresetMode.DISABLED:
         advice = "Reset the failed envs: reset(options={'reset_mask': mask})."
-    return advice, "The episodes of the others go on."
+    return advice, "The episodes of the other envs go on."
 
 
 def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:

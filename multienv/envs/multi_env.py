@@ -107,7 +107,7 @@ class MultiEnv:
         if failures:
             failed = {indexes[member]: error for member, error in failures.items()}
             results = [None if index in failed else env for index, env in enumerate(self.envs)]
-            raise EnvsFailedError.collect("initialize()", failed, results, "Mend what the causes below name.")
+            raise EnvsFailedError.collect("initialize()", failed, results, "Fix what the errors below name.")
 
     def _member(self, env: gymnasium.Env[Any, Any]) -> Supervisor | Blocking:
         supervisor = supervisor_of(env)

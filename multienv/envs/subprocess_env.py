@@ -509,7 +509,7 @@ def built_envs(what: str, envs: list[Face]) -> list[Face]:
         close_all(envs)
         results = [None if index in failures else env for index, env in enumerate(envs)]
         raise EnvsFailedError.collect(
-            what, failures, results, "All of them have been closed; mend the env_fns named below."
+            what, failures, results, "All envs have been closed; fix the env_fns named below."
         )
     return envs
 

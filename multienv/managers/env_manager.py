@@ -516,7 +516,7 @@ def _build(envs: Sequence[SupervisedEnv]) -> None:
     """Build envs side by side in their processes; raise UsageError unless their spaces are equal."""
     failures = initialize_all(envs)
     if failures:
-        advice = "All of them have been closed; mend the env_fns named below."
+        advice = "All envs have been closed; fix the env_fns named below."
         raise EnvsFailedError.collect("launch()", failures, [None] * len(envs), advice)
     for index, env in enumerate(envs):
         for name in ("observation_space", "action_space"):

@@ -164,7 +164,7 @@ class Checkpoints:
         if obstacle:
             raise UsageError(
                 f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, pipes, devices "
-                "and shared memory do not survive it; nor does the trainer take part in it (SerialEnv). "
+                "and shared memory do not survive a fork, and an env in the trainer (SerialEnv) is not forked. "
                 "Nothing is lost."
             )
         return snapshot
@@ -199,7 +199,7 @@ class Checkpoints:
     # --- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data from which load_state_dict() brings the envs to where they stand now. Raises UsageError."""
+        """Return the state of the envs as plain data, for load_state_dict(). Raises UsageError."""
         self._supervisor.check("state_dict")
         journal = self._supervisor.position.journal
         if not journal.replaying or not any(not plan.missing for plan in journal.plans()):

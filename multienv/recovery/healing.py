@@ -122,9 +122,9 @@ class Healing:
             sometimes("a reset or a call ends process after process")
             advice = f"The same {loss.command}() ended process after process, {self.processes} so far; it is given up. "
             if loss.command == "reset":
-                advice += "The next reset() starts a new process: try another seed or other options, or mend the env."
+                advice += "The next reset() starts a new process: try another seed or other options, or fix the env."
             else:
-                advice += "The episode goes on: mend what it calls in the env, or leave it out."
+                advice += "The episode goes on: fix the method that it calls, or do not call it."
             return reporter.lost_error(loss, advice)
         if loss.command == "initialize":
             sometimes("the first process is lost while its envs are built, and given up")

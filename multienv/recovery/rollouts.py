@@ -273,7 +273,8 @@ def policy_error(failure: Failure, steps: int) -> PolicyError:
     done = "No step was" if not steps else f"{steps} step{' was' if steps == 1 else 's were'}"
     error = PolicyError(
         f"rollout(): the policy raised {failure.type_name}: {failure.text}\n{done} made before that, and not "
-        "returned. The envs stand there, and all episodes go on: call rollout() with a mended policy, or reset()."
+        "returned. The envs are in the state after them, and all episodes go on: call rollout() with a fixed policy, "
+        "or reset()."
     )
     error.remote_traceback, remote = failure.traceback, RemoteTraceback(failure.traceback)
     original = original_of(failure)

@@ -174,7 +174,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             index = getattr(error, "env_index", None)
             failures[self._slices[worker].start if index is None else index] = error
         if failures:
-            advice = "All have been closed; mend the env_fns named below."
+            advice = "All envs have been closed; fix the env_fns named below."
             raise EnvsFailedError.collect(type(self).__name__, failures, [None] * self.num_envs, advice)
         descriptions = [worker.initialize() for worker in self._workers]
         members = [member for description in descriptions for member in description.spaces]

@@ -149,13 +149,13 @@ def _fitting(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     array = np.asarray(value)
     if array.shape != shape:
         raise ValueError(
-            f"An observation has shape {array.shape}; the env's observation space wants {shape}. Mend the env, or its "
+            f"An observation has shape {array.shape}; the env's observation space wants {shape}. Fix the env, or its "
             "observation_space."
         )
     same_kind = np.can_cast(array.dtype, dtype, "same_kind")
     if not same_kind and not (isinstance(value, int) and _holds(dtype, value)):
         raise TypeError(
-            f"An observation has dtype {array.dtype}; the env's observation space wants {dtype}. Mend the env, or its "
+            f"An observation has dtype {array.dtype}; the env's observation space wants {dtype}. Fix the env, or its "
             "observation_space."
         )
     fitting: Array = array.astype(dtype, copy=False)

@@ -19,7 +19,7 @@ def wrong_result(method: str, wanted: str, result: Any) -> Exception:
     """Return the error for an env whose ``step`` or ``reset`` does not return what gymnasium's API wants."""
     return TypeError(
         f"env.{method}() must return ({wanted}), and returned {type(result).__name__} {_text_of(result):.200}. "
-        "Wrap an env of the old gym API, or mend the env."
+        "Wrap an env of the old gym API, or fix the env."
     )
 
 
@@ -27,7 +27,7 @@ def wrong_reward(reward: Any) -> Exception:
     """Return the error for a reward that is not a number."""
     return TypeError(
         f"env.step() returned {type(reward).__name__} {_text_of(reward):.200} as reward; gymnasium's API wants a "
-        "float. Mend the env."
+        "float. Fix the env."
     )
 
 
@@ -35,7 +35,7 @@ def wrong_info(info: Any) -> Exception:
     """Return the error for an info that is not a dict."""
     return TypeError(
         f"The env returned {type(info).__name__} {_text_of(info):.200} as info; gymnasium's API wants a dict. "
-        "Mend the env."
+        "Fix the env."
     )
 
 

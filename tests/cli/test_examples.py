@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import multienv
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(multienv.__file__).parents[1])
 KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 replayed, 0 truncated; nothing was lost\.")
-QUOTING = ("learners.md", "recipes.md")  # they quote code that tests/recipes runs
+QUOTING = ("learners.md", "recipes.md", "tutorial.md")  # they quote code that other tests run
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in QUOTING)]
 
 
@@ -164,6 +165,33 @@ def test_two_players_learn_to_be_unpredictable_while_their_envs_are_killed(tmp_p
     assert int(killed[1]) == int(killed[2]) > 0
     before, after = re.search(r"won ([\d.]+) per round at first, and ([\d.]+) at the end", told).groups()
     assert float(after) < float(before) / 1.5
+
+
+@pytest.mark.ci
+def test_the_training_of_the_tutorial_sees_the_same_as_without_bugs(tmp_path):
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    calm, struck = (example(tmp_path, "tutorial/train.py", *kind) for kind in (["sync"], []))
+    prints = [re.search(r"fingerprint: (\w+)", told).group(1) for told in (calm, struck)]
+    assert prints[0] == prints[1]
+    assert means_of(calm) == means_of(struck) == means_of(page)[: len(means_of(calm))]
+    losses, exact, truncated, replaced = (int(number) for number in re.findall(r": (\d+)$", struck, re.MULTILINE))
+    assert losses == exact > 0
+    assert truncated == 0
+    assert replaced > 0
+
+
+def means_of(told: str) -> list[str]:
+    return re.findall(r"iteration \d+: mean reward [\d.]+", told)
+
+
+@pytest.mark.ci
+def test_the_bug_of_the_tutorial_that_strikes_each_time_truncates_and_strikes_in_a_replay(tmp_path, monkeypatch):
+    monkeypatch.setenv("MULTIENV_REPORTS", str(tmp_path / "reports"))
+    told = example(tmp_path, "tutorial/low_room.py")
+    assert "truncated: [ True False]" in told
+    assert "The same step() ended 2 processes; it was not tried again." in told
+    replayed = run(tmp_path, "-m", "multienv", "replay", "latest", status=-signal.SIGSEGV)
+    assert "Now the fatal request: step(array([1])), after 8 steps of its episode" in replayed
 
 
 def blocks(page: Path) -> list[str]:

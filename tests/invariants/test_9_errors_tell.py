@@ -190,7 +190,7 @@ def test_a_poisonous_call_and_a_wrong_call_say_what_to_do_next(kind: str) -> Non
         with pytest.raises(WorkerLostError, match="process after process") as caught:
             face.call("poke")
         assert "during call()" in str(caught.value)
-        for words in ("2 so far", "The episode goes on", "mend"):
+        for words in ("2 so far", "The episode goes on", "fix the method"):
             assert words in str(caught.value)
         assert "To see it again: multienv replay" in str(caught.value)
     with pytest.raises(ClosedError, match=r"(?s)clos.*(Make|Create) a new one"):

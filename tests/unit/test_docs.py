@@ -40,9 +40,18 @@ def test_what_is_to_be_installed_is_an_extra_of_the_package():
     assert {("multienv-rl", "cli"), ("multienv-rl", "sb3")} <= named <= {*extras, ("multienv-rl", "EXTRA")}
 
 
+def test_the_readme_is_read_in_five_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 def test_the_index_lists_every_page():
     listed = re.findall(r"^\w+$", (DOCS / "index.md").read_text(), re.MULTILINE)
     assert {page.stem for page in PAGES} - {"index"} <= set(listed)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "tutorial").glob("*.py")), ids=lambda path: path.name)
+def test_a_file_of_the_tutorial_stands_in_its_page(path):
+    assert f"```python\n{path.read_text()}```" in (DOCS / "tutorial.md").read_text(), f"paste {path.name} again"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)

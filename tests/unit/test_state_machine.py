@@ -151,10 +151,12 @@ def test_a_masked_reset_pays_only_what_its_slots_owe():
     assert state.pending_truncations == ((2, "lost"),)
 
 
-def test_the_diagram_in_the_docs_is_that_of_the_table():
-    drawn = subprocess.run(
-        [sys.executable, ROOT / "docs" / "states.py"], capture_output=True, text=True, check=True, cwd=ROOT
+def test_the_diagram_and_the_tables_in_the_docs_are_those_of_the_state_machine(tmp_path):
+    drawn = tmp_path / "states.svg"
+    printed = subprocess.run(
+        [sys.executable, ROOT / "docs" / "states.py", drawn], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
-    assert drawn in (ROOT / "docs" / "design.md").read_text(), (
-        "run: python docs/states.py, and put it into docs/design.md"
+    assert printed in (ROOT / "docs" / "design.md").read_text(), (
+        "run: python docs/states.py, and put what it prints into docs/design.md"
     )
+    assert drawn.read_text() == (ROOT / "docs" / "states.svg").read_text(), "run: python docs/states.py"
