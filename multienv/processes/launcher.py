@@ -162,7 +162,6 @@ class MonitorClient:
                 )
         except BaseException:
             self._control.close()
-            remove_folder(self._folder)
             raise
         self._closing = Lock()  # held for moments: the socket is not closed while another thread sends
         self._waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
@@ -313,9 +312,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def _temporary_folder() -> str:
-    """Make the folder that holds the workers' temporary folders; return ``""`` where there is no place for one."""
+    """Return the path of the folder that a monitor makes for its workers; ``""`` where there is no place for one.
+
+    It is short: the path of a socket has at most 107 bytes.
+    """
     with contextlib.suppress(OSError):
-        return tempfile.mkdtemp(prefix="multienv-")
+        return f"{tempfile.gettempdir()}/multienv-{secrets.token_hex(4)}"
     return ""
 
 

@@ -163,7 +163,7 @@ def mapped_by(pids: set[int]) -> set[str]:
 def unlink_unused(path: str) -> bool:
     """Unlink shared memory; return false if a process has it open or maps it, whose ever that process is."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             # fcntl(2): a lease for writing is granted only if nobody else has the file open. If somebody opens it
             # before the close below, the kernel sends this signal instead of SIGIO, which would end this process.

@@ -153,16 +153,16 @@ class Monitor:
         control: The socket that orders come from.
         spawn_command: Command line of a fresh interpreter that becomes a worker.
         thread_variables: Variables that limit threads and that the user has not set.
-        folder: Where each worker gets a folder for temporary files; ``""``: they get none.
+        folder: Made here, to hold a folder for the temporary files of each worker; ``""``: they use the trainer's.
     """
 
     def __init__(
         self, control: socket.socket, spawn_command: list[str], thread_variables: list[str], folder: str
     ) -> None:
         self._control = control
-        self._folder = folder
+        self._folder = made(folder)
         self._numbers = count()  # names of the workers' folders
-        self._foreign = shared_memory()  # named before any env was built
+        self._foreign = shared_memory()  # it was there before any env, such as data that the user has copied
         self._names: dict[str, float] = {}  # shared memory of processes that were killed: until when it may be unlinked
         self._trainer = os.getppid()
         self._spawn_command = spawn_command
@@ -330,7 +330,7 @@ class Monitor:
         take_streams(descriptors)
         try:
             lines = Lines.make(descriptors)
-            folder = self._make_folder()
+            folder = made(self._folder and f"{self._folder}/{next(self._numbers)}")
             pid = os.fork()
         except OSError as error:
             self._decline(descriptors, error)
@@ -339,23 +339,14 @@ class Monitor:
             become_worker(lines, order, monitor, self._spawn_command, self._thread_variables, folder)
         self._admit(lines, pid, folder)
 
-    def _make_folder(self) -> str:
-        """Make the folder of a new worker; return ``""`` if that fails: the worker has the trainer's then."""
-        if self._folder:
-            folder = Path(self._folder, str(next(self._numbers)))
-            with contextlib.suppress(OSError):
-                folder.mkdir(mode=0o700)
-                return str(folder)
-        return ""
-
     def _remove_folders(self) -> None:
         """Remove the folders of workers that have ended and have left no snapshot."""
         known = {*self._workers.values(), *self._bereaved}
         used = {one.folder for one in known} | {one.folder for one in self._kept.values()}
         with contextlib.suppress(OSError):
-            for folder in Path(self._folder or os.devnull).iterdir():
-                if str(folder) not in used:
-                    remove_folder(str(folder))
+            for folder in [f"{self._folder}/{name}" for name in os.listdir(self._folder)]:
+                if folder not in used:
+                    remove_folder(folder)
 
     def _note_names(self, dying: set[int]) -> None:
         """Note the shared memory of processes that are killed next: it is unlinked when they have ended."""
@@ -639,6 +630,14 @@ def become_worker(
         os.execv(spawn_command[0], [*spawn_command, order.title, *map(str, lines.ends)])  # noqa: S606 - our interpreter
     finally:
         os._exit(worker_main.LOOP_FAILED)
+
+
+def made(folder: str) -> str:
+    """Make a folder; return its path, or ``""`` if that fails."""
+    with contextlib.suppress(OSError):
+        Path(folder).mkdir(mode=0o700)
+        return folder
+    return ""
 
 
 def take_streams(descriptors: list[int]) -> None:
