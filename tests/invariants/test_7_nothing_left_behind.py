@@ -103,6 +103,8 @@ def test_no_worker_outlives_a_trainer_whose_descriptors_a_copy_of_it_holds(marke
         trainer.signal(signal.SIGKILL)
         trainer.wait()
         assert becomes_true(lambda: not any(map(is_alive, workers)))
+        # The copy: were the monitor killed with it, before it has removed its temporary folder, that would stay.
+        assert becomes_true(lambda: len(trainer.family()) == 1, STUCK_AFTER)
 
 
 @pytest.mark.parametrize(("kind", "how"), [("subprocess_env", "exec"), ("multi_env", "exec"), ("vector_env", "fork")])
