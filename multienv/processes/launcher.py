@@ -20,6 +20,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from multienv.processes.environment import (
     unset_thread_variables,
     worker_environment,
 )
-from multienv.processes.leftovers import end_orphans
+from multienv.processes.leftovers import end_orphans, remove_folder
 from multienv.processes.limits import limit_error, raise_descriptor_limit, refuse_too_many
 from multienv.processes.protocol import FREE, LAUNCH, WAKE, Order, tell_fate
 from multienv.processes.worker_process import ProcessChannel, live, run_uninterrupted
@@ -148,11 +149,12 @@ class MonitorClient:
         refuse_other_namespace()
         raise_descriptor_limit()  # the monitor inherits it
         self._control, theirs = socket.socketpair()
+        self._folder = _temporary_folder()
         try:
             # Not by the number of a standard stream, which a daemon may have closed.
             with theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)) as handed:
                 self.process = subprocess.Popen(
-                    _command(handed.fileno()),
+                    _command(handed.fileno(), self._folder),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[handed.fileno()],
                     env=worker_environment() | {"PYTHONHASHSEED": _hash_seed},
@@ -173,6 +175,7 @@ class MonitorClient:
             self._control.close()
         if code:  # one that ends by itself leaves nothing
             end_orphans(self.process.pid)
+            remove_folder(self._folder)
 
     def is_alive(self) -> bool:
         """Tell whether the monitor runs."""
@@ -308,7 +311,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-def _command(control: int) -> list[str]:
+def _temporary_folder() -> str:
+    """Return the path of the folder that a monitor makes for its workers; ``""`` where there is no place for one.
+
+    It is short: the path of a socket has at most 107 bytes.
+    """
+    with contextlib.suppress(OSError):
+        return f"{tempfile.gettempdir()}/multienv-{secrets.token_hex(4)}"
+    return ""
+
+
+def _command(control: int, folder: str) -> list[str]:
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     where = f"import sys; sys.path[:] = {import_path()!r}; "
     spawn = [*interpreter, "-c", where + "from multienv.worker.main import spawned; spawned(*sys.argv[1:])"]
@@ -318,7 +331,7 @@ def _command(control: int) -> list[str]:
         "signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5); "
     )
     code = where + watch + "import json; from multienv.processes.monitor import main; main(*json.loads(sys.argv[1]))"
-    settings = [control, PRELOAD, spawn, unset_thread_variables()]
+    settings = [control, PRELOAD, spawn, unset_thread_variables(), folder]
     return [*interpreter, "-c", code, json.dumps(settings)]
 
 

@@ -1,4 +1,4 @@
-"""Find and kill the processes that a dead worker's envs have started, in any session.
+"""Find and kill the processes that a dead worker's envs have started, in any session; remove the files they leave.
 
 A process started by ``exec`` has the worker's mark in its environment. One that was only forked has not (the kernel
 shows the environment of the last ``exec``), but it still carries the worker's title.
@@ -10,7 +10,10 @@ an env, and ends, once all processes that use it have ended.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
+import shutil
 import signal
 import time
 from collections.abc import Iterable
@@ -21,6 +24,8 @@ from multienv.worker.ends import MARK_VARIABLE
 # Seconds given to a resource tracker once all that it serves have ended. It takes milliseconds; but some seconds where
 # thirty processes want the cores, and a name that it has not unlinked by then stays until the next boot.
 TRACKER_GRACE = 10.0
+# In the list of a process's mappings, proc(5): shared ones for writing.
+_SHARED = re.compile(r"^\S+ rw-s .* (/dev/shm/.+)$", re.MULTILINE)
 
 
 def mark_in(pid: int) -> str:
@@ -104,12 +109,17 @@ def kill_bereaved_group(pid: int) -> None:
     Where there is one, what another process of the group forks meanwhile is missed here: it is killed when it has lost
     its parent.
     """
-    group = {one for one in _processes() if _group_of(one) == pid}
+    group = members(pid)
     spared = set(filter(is_spared, group))
     if spared:
         kill(group - spared)
     else:
         kill_group(pid, signal.SIGKILL)
+
+
+def members(group: int) -> set[int]:
+    """Return the processes of this process group."""
+    return {pid for pid in _processes() if _group_of(pid) == group}
 
 
 def _processes() -> set[int]:
@@ -129,6 +139,50 @@ def children() -> set[int]:
     with contextlib.suppress(OSError):
         return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     return set()
+
+
+def shared_memory() -> set[str]:
+    """Return the paths of all shared memory that has a name."""
+    with contextlib.suppress(OSError):
+        return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}  # noqa: S108 - where shm_open(3) has them
+    return set()
+
+
+def mapped_by(pids: set[int]) -> set[str]:
+    """Return the paths of named shared memory that these processes map to write to it.
+
+    None if a resource tracker is among the processes: it will unlink what it knows, and warns of what is gone by then.
+    """
+    found: set[str] = set()
+    for pid in set() if any(map(is_tracker, pids)) else pids:
+        with contextlib.suppress(OSError):
+            found.update(_SHARED.findall(Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")))
+    return found
+
+
+def unlink_unused(path: str) -> bool:
+    """Unlink shared memory; return false if a process has it open or maps it, whose ever that process is."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            # fcntl(2): a lease for writing is granted only if nobody else has the file open. If somebody opens it
+            # before the close below, the kernel sends this signal instead of SIGIO, which would end this process.
+            fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            Path(path).unlink()
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(descriptor)
+    return True
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder with all that is in it; no link is followed, and a folder in which something is mounted stays."""
+    with contextlib.suppress(OSError):
+        if folder.replace(" ", r"\040") + "/" in Path("/proc/self/mountinfo").read_text():
+            return
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_descriptors() -> set[int]:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from multienv.processes.channel import Fate
@@ -36,8 +37,13 @@ from multienv.processes.leftovers import (
     kill,
     kill_bereaved_group,
     kill_group,
+    mapped_by,
     mark_in,
+    members,
     open_descriptors,
+    remove_folder,
+    shared_memory,
+    unlink_unused,
 )
 from multienv.processes.limits import advice
 from multienv.processes.protocol import (
@@ -74,6 +80,8 @@ STACK_GRACE = 0.3
 TERM_GRACE = 0.2
 KILL_GRACE = 1.0
 ORPHAN_GRACE = 0.5
+# Seconds within which killed processes end: shared memory that is still in use then is not theirs alone.
+NAMES_GRACE = 10.0
 # Seconds without new output after which a stack counts as whole.
 QUIET = 0.03
 # Seconds given to the reader of the trainer's stderr: no more, or a paused terminal would stop the monitor.
@@ -91,6 +99,7 @@ class Snapshot:
     pid: int
     number: int  # of the last request executed in it
     channel: socket.socket  # a message wakes the snapshot, closing ends it
+    folder: str  # the worker's
 
     def end(self) -> None:
         """End the snapshot, also if it has been stopped: it exits when its channel closes."""
@@ -104,6 +113,7 @@ class Worker:
     """A worker and the monitor's ends of what connects them."""
 
     pid: int
+    folder: str  # for temporary files; a woken snapshot goes on with that of the worker it was taken from
     fate: socket.socket
     stderr: int
     stack: int
@@ -143,10 +153,17 @@ class Monitor:
         control: The socket that orders come from.
         spawn_command: Command line of a fresh interpreter that becomes a worker.
         thread_variables: Variables that limit threads and that the user has not set.
+        folder: Made here, to hold a folder for the temporary files of each worker; ``""``: they use the trainer's.
     """
 
-    def __init__(self, control: socket.socket, spawn_command: list[str], thread_variables: list[str]) -> None:
+    def __init__(
+        self, control: socket.socket, spawn_command: list[str], thread_variables: list[str], folder: str
+    ) -> None:
         self._control = control
+        self._folder = made(folder)
+        self._numbers = count()  # names of the workers' folders
+        self._foreign = shared_memory()  # it was there before any env, such as data that the user has copied
+        self._names: dict[str, float] = {}  # shared memory of processes that were killed: until when it may be unlinked
         self._trainer = os.getppid()
         self._spawn_command = spawn_command
         self._thread_variables = thread_variables
@@ -179,6 +196,8 @@ class Monitor:
             while True:
                 kill(children())
                 os.waitpid(-1, 0)
+        self._unlink_names()
+        remove_folder(self._folder)
 
     def _is_done(self) -> bool:
         if os.getppid() != self._trainer:
@@ -311,13 +330,33 @@ class Monitor:
         take_streams(descriptors)
         try:
             lines = Lines.make(descriptors)
+            folder = made(self._folder and f"{self._folder}/{next(self._numbers)}")
             pid = os.fork()
         except OSError as error:
             self._decline(descriptors, error)
             return
         if pid == 0:
-            become_worker(lines, order, monitor, self._spawn_command, self._thread_variables)
-        self._admit(lines, pid)
+            become_worker(lines, order, monitor, self._spawn_command, self._thread_variables, folder)
+        self._admit(lines, pid, folder)
+
+    def _remove_folders(self) -> None:
+        """Remove the folders of workers that have ended and have left no snapshot."""
+        known = {*self._workers.values(), *self._bereaved}
+        used = {one.folder for one in known} | {one.folder for one in self._kept.values()}
+        with contextlib.suppress(OSError):
+            for folder in [f"{self._folder}/{name}" for name in os.listdir(self._folder)]:
+                if folder not in used:
+                    remove_folder(folder)
+
+    def _note_names(self, dying: set[int]) -> None:
+        """Note the shared memory of processes that are killed next: it is unlinked when they have ended."""
+        until = time.monotonic() + NAMES_GRACE
+        self._names |= dict.fromkeys(mapped_by(dying) - self._foreign, until)
+
+    def _unlink_names(self) -> None:
+        now = time.monotonic()
+        left = {name: until for name, until in self._names.items() if not unlink_unused(name)}
+        self._names = {name: until for name, until in left.items() if now < until}
 
     def _wake(self, snapshot: Snapshot | None, descriptors: list[int]) -> None:
         """Wake a snapshot, which becomes a worker."""
@@ -333,7 +372,7 @@ class Monitor:
             self._decline(descriptors, error)
             return
         snapshot.channel.close()
-        self._admit(lines, snapshot.pid)
+        self._admit(lines, snapshot.pid, snapshot.folder)
 
     @staticmethod
     def _decline(descriptors: list[int], error: OSError) -> None:
@@ -343,9 +382,9 @@ class Monitor:
             os.write(descriptors[0], tell_fate(Fate(None, stderr=why)))
         close_all(descriptors)
 
-    def _admit(self, lines: Lines, pid: int) -> None:
+    def _admit(self, lines: Lines, pid: int, folder: str) -> None:
         """Register the descriptors of a new worker."""
-        worker = self._workers[pid] = lines.keep(pid)
+        worker = self._workers[pid] = lines.keep(pid, folder)
         self._on_readable(worker.stderr, lambda: self._forward_stderr(worker))
         self._on_readable(worker.stack, lambda: self._collect_stack(worker))
         self._on_readable(worker.fate.fileno(), lambda: self._take_order_of(worker))
@@ -366,7 +405,7 @@ class Monitor:
                 worker.announcements.close()
                 return
             pid, number, token = ANNOUNCEMENT.unpack(data)
-            snapshot = Snapshot(pid, number, socket.socket(fileno=descriptors[0]))
+            snapshot = Snapshot(pid, number, socket.socket(fileno=descriptors[0]), worker.folder)
             if token in self._freed:
                 snapshot.end()
             elif token:
@@ -398,6 +437,7 @@ class Monitor:
             worker = self._workers.get(found.si_pid)
             if worker is not None:
                 if children() - self._spared():  # its env, or another's, has started programs
+                    self._note_names(members(worker.pid))
                     kill_bereaved_group(worker.pid)
                 else:
                     kill_group(worker.pid, signal.SIGKILL)
@@ -405,6 +445,8 @@ class Monitor:
             if worker is not None:
                 self._finish(worker, os.waitstatus_to_exitcode(status))
         self._kill_adopted(adopted)
+        self._unlink_names()
+        self._remove_folders()
 
     def _finish(self, worker: Worker, code: int | None) -> None:
         """Tell the trainer how a worker ended, and close the worker's descriptors; keep the snapshot it may leave."""
@@ -449,6 +491,7 @@ class Monitor:
             if is_left and is_starting(pid):
                 self._some_start = True
             elif is_left and not is_tracker(pid):
+                self._note_names({pid})
                 kill([pid])
 
     def _spared(self) -> set[int]:
@@ -506,6 +549,7 @@ class Monitor:
                 if number == signal.SIGKILL:
                     kill([worker.pid])  # and its group when it is dead: see _reap()
                 elif number is not None:
+                    self._note_names(members(worker.pid))
                     kill_group(worker.pid, number)
                 else:
                     kill_group(worker.pid, signal.SIGKILL)
@@ -547,17 +591,17 @@ class Lines(NamedTuple):
         """Return the worker's descriptors, in the order in which `Ends.of` takes them."""
         return self.wake_socket, self.memory, self.stack_write, self.announcements_write
 
-    def keep(self, pid: int) -> Worker:
+    def keep(self, pid: int, folder: str) -> Worker:
         """Close the worker's ends; return a `Worker` that holds the monitor's ends."""
         close_all([*self.ends, self.stderr_write])
         fate, announcements = socket.socket(fileno=self.fate), socket.socket(fileno=self.announcements)
         fate.setblocking(False)
         announcements.setblocking(False)
-        return Worker(pid, fate, self.stderr_read, self.stack_read, announcements)
+        return Worker(pid, folder, fate, self.stderr_read, self.stack_read, announcements)
 
 
 def become_worker(
-    lines: Lines, order: Order, monitor: int, spawn_command: list[str], thread_variables: list[str]
+    lines: Lines, order: Order, monitor: int, spawn_command: list[str], thread_variables: list[str], folder: str
 ) -> NoReturn:
     """Turn the forked child of the monitor into a worker: close all that is the monitor's, and run."""
     try:
@@ -573,6 +617,8 @@ def become_worker(
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         os.environ[MARK_VARIABLE] = mark_of(monitor, os.getpid())
+        if folder:
+            os.environ["TMPDIR"] = folder
         if not order.fresh:
             worker_main.main(Ends.of(*lines.ends), order.title)
         for name in thread_variables:
@@ -584,6 +630,14 @@ def become_worker(
         os.execv(spawn_command[0], [*spawn_command, order.title, *map(str, lines.ends)])  # noqa: S606 - our interpreter
     finally:
         os._exit(worker_main.LOOP_FAILED)
+
+
+def made(folder: str) -> str:
+    """Make a folder; return its path, or ``""`` if that fails."""
+    with contextlib.suppress(OSError):
+        Path(folder).mkdir(mode=0o700)
+        return folder
+    return ""
 
 
 def take_streams(descriptors: list[int]) -> None:
@@ -624,7 +678,7 @@ def text(data: bytearray) -> str:
     return data.decode(errors="replace")
 
 
-def main(control: int, preload: list[str], spawn_command: list[str], thread_variables: list[str]) -> None:
+def main(control: int, preload: list[str], spawn_command: list[str], thread_variables: list[str], folder: str) -> None:
     """Run the monitor process."""
     # The trainer's thread may have blocked SIGCHLD, and a mask is inherited: no death would ever be told.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -640,4 +694,4 @@ def main(control: int, preload: list[str], spawn_command: list[str], thread_vari
     gc.freeze()  # workers share these objects' pages; a collection would touch and so copy them
     signal.setitimer(signal.ITIMER_REAL, 0.0)  # set by the launcher: from here on the loop looks for the trainer
     with socket.socket(fileno=control) as orders:
-        Monitor(orders, spawn_command, thread_variables).run()
+        Monitor(orders, spawn_command, thread_variables, folder).run()

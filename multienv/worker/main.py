@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -330,9 +331,10 @@ def _apply_setting(build: Build, snapshots: Snapshots) -> None:
         os.chdir(setting.directory)
     if setting.attributes is not None:
         _take(setting.attributes)
-    kept = {name: os.environ[name] for name in (MARK_VARIABLE,) if name in os.environ}
+    mark, folder = ({name: os.environ[name]} if name in os.environ else {} for name in (MARK_VARIABLE, "TMPDIR"))
     os.environ.clear()
-    os.environ.update({**setting.environment, **setting.variables, **kept})
+    os.environ.update({**setting.environment, **folder, **setting.variables, **mark})
+    tempfile.tempdir = None  # it may have been worked out before
 
 
 def _take(attributes: Attributes) -> None:

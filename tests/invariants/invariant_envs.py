@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import os
 import random
 import signal
+import tempfile
 import termios
 import threading
 import time
@@ -227,6 +229,28 @@ class FileEnv(CounterEnv):
 
     def _next_draw(self) -> float:
         return super()._next_draw() + (Path(self.path).stat().st_size if Path(self.path).exists() else 0)
+
+
+class TemporaryFileEnv(FileEnv):
+    """Has its file in a new folder below the temporary one, which it never removes."""
+
+    def __init__(self) -> None:
+        super().__init__(str(Path(tempfile.mkdtemp(), "steps")))
+
+
+class EngineEnv(ForkingEnv):
+    """Maps shared memory with these names, made if it is not there, as does a process that the env has forked.
+
+    As ViZDoom and its engine do. Nobody unlinks the names, and no resource tracker knows them.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.maps = []
+        for name in names:
+            with Path("/dev/shm", name).open("a+b") as file:
+                file.truncate(mmap.PAGESIZE)
+                self.maps.append(mmap.mmap(file.fileno(), mmap.PAGESIZE))
+        super().__init__(how="fork")
 
 
 class WideEnv(NondeterministicEnv):

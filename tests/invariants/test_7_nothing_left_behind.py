@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faces import AND_ASYNC, KINDS, Face, counts
-from invariant_envs import SharedMemoryEnv, UntidyEnv
+from invariant_envs import EngineEnv, SharedMemoryEnv, TemporaryFileEnv, UntidyEnv
 
 from kit import (
     CounterEnv,
@@ -30,9 +30,10 @@ from kit import (
     is_alive,
     monitor_itself,
     monitor_pid,
+    own_name,
     snapshot_resources,
 )
-from kit.trainer_process import GONE_WITHIN, STUCK_AFTER, Trainer, becomes_true
+from kit.trainer_process import GONE_WITHIN, STUCK_AFTER, Trainer, becomes_true, run
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError
 
@@ -102,6 +103,8 @@ def test_no_worker_outlives_a_trainer_whose_descriptors_a_copy_of_it_holds(marke
         trainer.signal(signal.SIGKILL)
         trainer.wait()
         assert becomes_true(lambda: not any(map(is_alive, workers)))
+        # The copy: were the monitor killed with it, before it has removed its temporary folder, that would stay.
+        assert becomes_true(lambda: len(trainer.family()) == 1, STUCK_AFTER)
 
 
 @pytest.mark.parametrize(("kind", "how"), [("subprocess_env", "exec"), ("multi_env", "exec"), ("vector_env", "fork")])
@@ -210,6 +213,126 @@ def test_shared_memory_of_an_env_that_hangs_goes_with_the_trainer() -> None:
         trainer.wait()
         trainer.assert_nothing_lives()
         assert not is_there(name)
+
+
+def lose_an_engine(how: str, own: str, held: str, older: str) -> None:
+    """Be a trainer that has one of the names open that its env and the env's engine map."""
+    policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
+    env = SubprocessEnv(partial(EngineEnv, own, held, older), deadlines=Deadlines(step=0.5), restart=policy)
+    env.initialize()
+    env.reset(seed=0)
+    with Path("/dev/shm", held).open():
+        os.kill(env.statistics().pid or 0, signal.SIGSTOP if how == "hung" else signal.SIGKILL)
+        assert env.step(0)[3]
+        assert becomes_true(lambda: not is_there(own), STUCK_AFTER)
+        assert is_there(held)
+        assert is_there(older)
+        env.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "hung"])
+def test_shared_memory_that_only_killed_processes_use_is_unlinked_although_no_resource_tracker_knows_it(
+    how: str,
+) -> None:
+    """Not so what was there before the envs, such as data that the user has copied."""
+    before = snapshot_resources()
+    own, held, older = own_name(), own_name(), own_name()
+    Path("/dev/shm", older).write_bytes(b"")
+    run("test_7_nothing_left_behind", "lose_an_engine", how, own, held, older)
+    assert not is_there(own)
+    Path("/dev/shm", older).unlink()
+    Path("/dev/shm", held).unlink(missing_ok=True)
+    assert_nothing_left(before, timeout=GONE_WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("how", "context"),
+    [
+        ("close", "forkserver"),
+        ("close", "spawn"),
+        ("killed", "forkserver"),
+        ("hung", "spawn"),
+        ("monitor killed", None),
+    ],
+)
+def test_temporary_files_of_an_env_go_with_its_process(how: str, context: str | None, tmp_path: Path) -> None:
+    """And nothing that a link among them leads to."""
+    (tmp_path / "precious").touch()
+    policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
+    with SubprocessEnv(TemporaryFileEnv, deadlines=Deadlines(step=1.0), restart=policy, context=context) as env:
+        env.reset(seed=0)
+        env.step(1)
+        file = Path(env.get_attr("path"))
+        assert file.exists()
+        (file.parent / "link").symlink_to(tmp_path)
+        if how != "close":
+            pid = monitor_pid() if how == "monitor killed" else env.statistics().pid or 0
+            os.kill(pid, signal.SIGSTOP if how == "hung" else signal.SIGKILL)
+            assert becomes_true(lambda: env.step(1)[3])
+            assert becomes_true(lambda: not file.parent.parent.exists(), STUCK_AFTER)
+    assert becomes_true(lambda: not file.parent.parent.exists(), STUCK_AFTER)
+    assert (tmp_path / "precious").exists()
+
+
+def test_temporary_files_stay_for_the_snapshots_of_a_process_that_was_killed() -> None:
+    with SubprocessEnv(TemporaryFileEnv, restart=RestartPolicy(snapshot_every=1)) as env:
+        env.reset(seed=0)
+        env.step(1)
+        file = Path(env.get_attr("path"))
+        kept = env.snapshot()
+        for steps in (2, 3):
+            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            assert not env.step(1)[3]
+            assert file.stat().st_size == steps
+        env.restore(kept)
+        env.step(1)
+        assert env.get_attr("path") == str(file)
+        assert file.stat().st_size == 4
+        del kept
+    assert becomes_true(lambda: not file.parent.parent.exists(), STUCK_AFTER)
+
+
+def test_recycled_process_has_new_temporary_files() -> None:
+    with SubprocessEnv(TemporaryFileEnv, restart=RestartPolicy(recycle_after_steps=2)) as env:
+        env.reset(seed=0)
+        file = Path(env.get_attr("path"))
+        env.step(1)
+        env.step(1)
+        env.reset(seed=1)
+        env.step(1)
+        assert Path(env.get_attr("path")).exists()
+        assert env.get_attr("path") != str(file)
+        assert becomes_true(lambda: not file.parent.parent.exists(), STUCK_AFTER)
+
+
+def test_temporary_folder_that_the_user_has_set_is_left_alone(tmp_path: Path) -> None:
+    with SubprocessEnv(TemporaryFileEnv, worker_env={"TMPDIR": str(tmp_path)}) as env:
+        env.reset(seed=0)
+        env.step(1)
+        file = Path(env.get_attr("path"))
+        assert file.parent.parent == tmp_path
+    assert file.exists()
+
+
+def hang_with_temporary_files() -> None:
+    """Be a trainer whose env does not answer."""
+    env = SubprocessEnv(TemporaryFileEnv).initialize()
+    env.reset(seed=0)
+    env.step(1)
+    path = env.get_attr("path")
+    os.kill(env.statistics().pid or 0, signal.SIGSTOP)
+    print("ready", path, flush=True)
+    env.step(1)
+
+
+def test_temporary_files_of_an_env_that_hangs_go_with_the_trainer() -> None:
+    with Trainer("test_7_nothing_left_behind", "hang_with_temporary_files") as trainer:
+        file = Path(trainer.expect("ready"))
+        assert file.exists()
+        trainer.signal(signal.SIGKILL)
+        trainer.wait()
+        trainer.assert_nothing_lives()
+        assert not file.parent.parent.parent.exists()
 
 
 @pytest.fixture
