@@ -24,7 +24,7 @@ AUTO = Deadlines(step="auto", reset="auto")
 def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in life, but for a tenth of the time."""
     monkeypatch.setattr(limits, "LEAST", 0.3)
-    monkeypatch.setattr(pending, "SECOND_CHANCE", 5.0)
+    monkeypatch.setattr(pending, "LONGER", 5.0)
 
 
 def multi_env(directory: Path, **options: Any) -> Any:

@@ -588,7 +588,7 @@ MUTANTS = [
         "A request that was ended by a deadline found from the times seen has no longer in the next process.",
         5,
         "recovery/pending.py",
-        "self.limit = SECOND_CHANCE * limit",
+        "self.limit = LONGER * limit",
         "self.limit = limit",
         ("tests/contract/test_auto_deadlines.py",),
     ),
