@@ -146,7 +146,7 @@ class EnvManagerConfig:
     retry_type: Literal["reset", "renew"] = "reset"
     retry_waiting_time: float = 0.1
     auto_reset: bool = True
-    step_timeout: float | Literal["auto"] | None = "auto"
+    step_timeout: float | Literal["auto"] | None = None
     reset_timeout: float | Literal["auto"] | None = None
     connect_timeout: float | None = 60.0
     wait_num: float = 2

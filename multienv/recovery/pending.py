@@ -239,7 +239,6 @@ class Pending:
             self._longest = max(self._longest, now - since) if last == number else 0.0
             since = now
         elif is_found and now > again + limit / _LOOKS:
-            sometimes("a trainer that was stopped does not count the time")
             since = max(since + now - again, now + limit / _LOOKS - limit)
         elif now >= since + limit:
             return since + limit

@@ -77,7 +77,7 @@ class Constants:
         ]
         if self.auto:
             changes += [(limits, "LEAST", 1.0), (limits, "MULTIPLE", 1.0), (limits, "STEPS", 0), (limits, "RESETS", 0)]
-            changes += [(pending, "SECOND_CHANCE", 3.0)]
+            changes += [(pending, "LONGER", 3.0)]
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         try:
             for module, name, value in changes:
