@@ -8,6 +8,8 @@ from multienv.config import Deadlines
 
 # The shortest deadline that is found from the times seen, seconds.
 LEAST = 60.0
+# A wait for less than this part of it says nothing of a deadline, and costs no more than without one.
+BRIEF = 0.01
 # A deadline is so many times the slowest request that was seen.
 MULTIPLE = 10.0
 # There is no deadline before so many steps and resets: the first ones compile and load.

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from multienv.processes.channel import Channel
+from multienv.recovery import deadlines
 from multienv.recovery.deadlines import LONGER, RequestDeadlines
 from multienv.recovery.state_machine import Kind, Request, State
 from multienv.reports.texts import deadline_of
@@ -115,6 +116,11 @@ class Pending:
         if self._limits.is_learning:
             self._limits.learn(steps, episodes)
             self.step_limit = self._limits.step
+
+    @property
+    def brief(self) -> float:
+        """Return for how many seconds a request may be waited for before its deadline, ``"auto"``, is looked at."""
+        return deadlines.BRIEF * deadlines.LEAST if self._limits.is_learning else 0.0
 
     def find_limit(self, request: Request | None, steps: int, episodes: int) -> None:
         """Give a request that had no deadline when it was asked the one that is known now."""

@@ -386,6 +386,9 @@ class Supervisor:
         try:
             if not ends_overdue:
                 return channel.wait(number, until)
+            brief = self.pending.brief
+            if brief and until is None and channel.wait(number, time.monotonic() + brief):
+                return True
             self._find_limit()
             was_here = channel.answered(number)
             is_here = self.pending.await_reply(channel, number, until, self.state.request)

@@ -462,7 +462,7 @@ def test_an_env_that_is_the_only_one_of_its_process_gets_a_worker_of_its_own(mon
 def test_an_env_that_a_vector_env_does_not_take_is_recommended_as_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:TwoRewards", checks.shares)
     assert "as reward" in rows["shares"]["meaning"]
-    assert "envs = MultiEnv(create_subprocess_envs([TwoRewards] * 8, " in told["code"]
+    assert "envs = MultiEnv(create_subprocess_envs([TwoRewards] * 8" in told["code"]
     assert "envs_per_worker" not in told["code"]
 
 

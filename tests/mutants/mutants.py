@@ -593,6 +593,22 @@ MUTANTS = [
         ("tests/contract/test_auto_deadlines.py",),
     ),
     Mutant(
+        "A worker without a snapshot is ended as early as one with a snapshot.",
+        5,
+        "recovery/pending.py",
+        "if is_found and not (self._replays and words[SNAPSHOT]):",
+        "if False:",
+        ("tests/contract/test_auto_deadlines.py",),
+    ),
+    Mutant(
+        "Time for which the trainer and a worker were stopped counts as the env's.",
+        5,
+        "recovery/pending.py",
+        "elif is_found and now > again + limit / _LOOKS:",
+        "elif False:",
+        ("tests/contract/test_auto_deadlines.py",),
+    ),
+    Mutant(
         "What an env took is not noted, where its deadline is found from the times seen.",
         5,
         "recovery/deadlines.py",
