@@ -156,6 +156,7 @@ def test_time_for_which_the_trainer_and_its_worker_were_stopped_does_not_count(t
         worker = int(trainer.expect("steps"))
         while not (tmp_path / "slow").exists():
             time.sleep(0.01)
+        time.sleep(0.3)  # the trainer's wait is no brief one any more
         for pid in (trainer.pid, worker):
             os.kill(pid, signal.SIGSTOP)
         time.sleep(5.0)
