@@ -122,9 +122,10 @@ class Deadlines(Named):
         start: From the launch of the process to the built env.
         reset: One ``reset``. ``"auto"`` works as for ``step``, and starts after three resets.
         step: One ``step``; in a ``rollout``, each step. ``"auto"`` starts after twenty steps: the deadline is then ten
-            times the slowest step of this process so far, and at least 10 s. A request that misses the deadline gets
-            thirty times as long in the next process. So an env that is only slow gets its time, and a worker that
-            hung by chance is recovered.
+            times the slowest step of this worker so far, and at least one minute. It is five times as long if the
+            worker has no snapshot to recover from, and in the next process after a first hang. So an env that is only
+            slow gets its time, and a worker that hung by chance is recovered. While you look at an env in a debugger,
+            give ``None``.
         call: One ``call``, ``get_attr``, ``set_attr`` or ``render``.
         close: Closing the envs of a process: by ``close()``, at the end of the trainer, or when nothing refers to them.
             Then the process is killed, and a warning says so. Cannot be ``None``.
@@ -133,8 +134,8 @@ class Deadlines(Named):
     """
 
     start: float | None = 120.0
-    reset: float | Literal["auto"] | None = None
-    step: float | Literal["auto"] | None = None
+    reset: float | Literal["auto"] | None = "auto"
+    step: float | Literal["auto"] | None = "auto"
     call: float | None = None
     close: float = 5.0
     recovery: float | None = 120.0

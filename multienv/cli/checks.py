@@ -786,7 +786,7 @@ def _pid(env: SubprocessEnv) -> int:
 
 def options_for(patient: Patient) -> str:
     """Return the recommended options for this env, as Python."""
-    options = ['deadlines=Deadlines(step="auto", reset="auto")']
+    options = []
     if patient.hung:
         step, reset = _deadline(patient.first.slowest_step), _deadline(patient.first.slowest_reset)
         options = [f"deadlines=Deadlines(step={step:.1f}, reset={reset:.1f})"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 from multienv.asking.fanout import resumed
-from multienv.config import check_seconds, takes_options_of
+from multienv.config import Deadlines, check_seconds, takes_options_of
 from multienv.envs.building import EnvFn, WorkerOptions
 from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
@@ -54,7 +54,8 @@ class AsyncEnv:
     Args:
         env_fn: Function that builds the env; it is called in the env's process.
         env_index: Index of the env in its batch, for messages.
-        **options: See :class:`~multienv.WorkerOptions`.
+        **options: See :class:`~multienv.WorkerOptions`. By default a step and a reset have no deadline here: they may
+            wait for a person.
 
     Raises:
         UsageError: ``env_fn`` is not callable or cannot be pickled.
@@ -65,6 +66,7 @@ class AsyncEnv:
         # Hooks and the events to call them with when the call is done.
         self._events: deque[tuple[Callable[[Any], object], Any]] = deque()
         options["hooks"] = [partial(_note, self._events, hook) for hook in checked_hooks(options.get("hooks", ()))]
+        options.setdefault("deadlines", Deadlines(step=None, reset=None))
         self._env = SubprocessEnv(env_fn, env_index=env_index, **options)
         self._pool = Pool(1, _THREAD)
         self._call: _Call | None = None  # until its outcome is handed to the caller

@@ -7,13 +7,15 @@ from math import inf
 from multienv.config import Deadlines
 
 # The shortest deadline that is found from the times seen, seconds.
-LEAST = 10.0
+LEAST = 60.0
+# A wait for less than this part of it says nothing of a deadline, and costs no more than without one.
+BRIEF = 0.01
 # A deadline is so many times the slowest request that was seen.
 MULTIPLE = 10.0
 # There is no deadline before so many steps and resets: the first ones compile and load.
 STEPS, RESETS = 20, 3
-# A request that was ended at such a deadline has so many times as long in the next process.
-SECOND_CHANCE = 30.0
+# A deadline is so many times as long where a loss may cost the episode, and in the process after a first loss.
+LONGER = 5.0
 
 
 class RequestDeadlines:

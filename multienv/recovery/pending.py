@@ -9,18 +9,19 @@ from math import inf
 from typing import Any
 
 from multienv.processes.channel import Channel
-from multienv.recovery.deadlines import SECOND_CHANCE, RequestDeadlines
+from multienv.recovery import deadlines
+from multienv.recovery.deadlines import LONGER, RequestDeadlines
 from multienv.recovery.state_machine import Kind, Request, State
 from multienv.reports.texts import deadline_of, foreign_frames
 from multienv.sometimes import sometimes
 from multienv.wire.actions import PICKLED
 from multienv.wire.banks import BEGIN, HEAD, MESSAGE, NOT_RESET, SKIPPED, STEP, STEPPED, U32, BankLayout, Entry
 from multienv.wire.messages import BEGINNING, Message
-from multienv.wire.segment import REQUEST, SLOT, Segment
+from multienv.wire.segment import BUSY, REQUEST, SLOT, SNAPSHOT, Segment
 
 logger = logging.getLogger("multienv")
 
-# A call that waits so many seconds without a deadline says so once, and kills nothing.
+# A call that waits so many seconds, and whose deadline nobody has given in seconds, says so once.
 SILENCE = 60.0
 # The trainer looks so often within a deadline which env of a process is being called.
 _LOOKS = 8
@@ -36,6 +37,7 @@ class Pending:
         env_in: Names the env in a slot for warnings; for slot -1 all of them.
         limits: Deadlines of requests.
         slots: Number of envs.
+        replays: A process that hangs is recovered.
 
     Attributes:
         step_limit: Seconds that the next step may take; ``None``: no limit, or none yet.
@@ -50,6 +52,7 @@ class Pending:
         "_limits",
         "_longest",
         "_mark",
+        "_replays",
         "_saved",
         "_silence",
         "_slots",
@@ -61,8 +64,8 @@ class Pending:
         "until",
     )
 
-    def __init__(self, env_in: Callable[[int], str], limits: RequestDeadlines, slots: int) -> None:
-        self._env_in, self._limits, self._slots = env_in, limits, slots
+    def __init__(self, env_in: Callable[[int], str], limits: RequestDeadlines, slots: int, *, replays: bool) -> None:
+        self._env_in, self._limits, self._slots, self._replays = env_in, limits, slots, replays
         self.step_limit = limits.step
         self.message: Message | None = None
         self.payload = b""
@@ -70,10 +73,10 @@ class Pending:
         self.until: float | None = None
         # Number, request part and payload of a step that is to be asked of another process.
         self._saved: tuple[int, bytes, bytes] | None = None
-        self._silence = 0, inf  # number of a request without a deadline, and when to log that it has no answer
-        # Of envs that share a process: number of the request, mark of the slot that was being called at the last look,
-        # since when the mark has been the same, and when to look again.
-        self._mark = 0, 0, inf, inf
+        self._silence = 0, inf  # number of a request without a deadline in seconds, and when to log that it is silent
+        # Number of the request, which env was being called in which step at the last look, since when that has been the
+        # same, and when to look again.
+        self._mark: tuple[int, Any, float, float] = 0, None, inf, inf
         self._longest = 0.0  # that a slot has been called for in that request
         self._waited = 0, inf  # number of a request that is waited for, and since when
 
@@ -91,7 +94,7 @@ class Pending:
     def arm(self) -> None:
         """Begin to count the time that a process may take."""
         self._silence = self._waited = 0, inf
-        self._mark = 0, 0, inf, inf
+        self._mark = 0, None, inf, inf
         self.until = None if self.limit is None else time.monotonic() + self.limit
 
     def bound(self, seconds: float | None) -> None:
@@ -102,9 +105,9 @@ class Pending:
     # --- deadlines --------------------------------------------------------------------------------
 
     def limit_of(self, kind: Kind, steps: int = 0) -> float | None:
-        """Return the deadline of a request; of a rollout that of all its ``steps`` together."""
+        """Return the deadline of a request; of a rollout that of all its ``steps`` together, or, if found, of each."""
         limits = self._limits
-        if steps:
+        if steps and not limits.finds("step"):
             return None if limits.step is None else steps * self._slots * limits.step
         return {Kind.STEP: limits.step, Kind.RESET: limits.reset, Kind.CALL: limits.call}[kind]
 
@@ -113,6 +116,11 @@ class Pending:
         if self._limits.is_learning:
             self._limits.learn(steps, episodes)
             self.step_limit = self._limits.step
+
+    @property
+    def brief(self) -> float:
+        """Return for how many seconds a request may be waited for before its deadline, ``"auto"``, is looked at."""
+        return deadlines.BRIEF * deadlines.LEAST if self._limits.is_learning else 0.0
 
     def find_limit(self, request: Request | None, steps: int, episodes: int) -> None:
         """Give a request that had no deadline when it was asked the one that is known now."""
@@ -124,25 +132,32 @@ class Pending:
 
     def note_time(self, request: Request | None, number: int, steps: int, episodes: int) -> None:
         """Note how long an answered request took, if it was waited for, to find ``"auto"`` deadlines by that."""
-        if not self._limits.is_learning or request is None or request.steps:
+        if not self._limits.is_learning or request is None:
             return
-        if self._limits.note(request.kind.value, self._took(number)):
+        if self._limits.note(request.kind.value, self._took(number, request.steps)):
             self.learn(steps, episodes)
 
-    def was_slow(self, request: Request) -> bool:
-        """If a request has missed an ``"auto"`` deadline, give it more time in the next process; tell whether."""
-        limit = self.limit_of(request.kind, request.steps) if self._limits.finds(request.kind.value) else None
-        if limit is None or self.limit != limit:  # else it was raised before, or is the caller's own
+    def lengthen(self, request: Request) -> bool:
+        """Give a request with an ``"auto"`` deadline more time, once; tell whether it has got some."""
+        limit = self.limit_of(request.kind, request.steps)
+        if limit is None or self.limit != limit or not self._is_found(request):  # else it has got some before
             return False
         sometimes("a deadline that was found from the times seen is raised")
-        self.limit = SECOND_CHANCE * limit
+        self.limit = LONGER * limit
         return True
+
+    def _is_found(self, request: Request | None) -> bool:
+        """Tell whether the deadline of a request is ``"auto"``, and not the caller's own."""
+        if request is None or not self._limits.finds(request.kind.value):
+            return False
+        limit = self.limit_of(request.kind, request.steps)
+        return self.limit is None or (limit is not None and self.limit in (limit, LONGER * limit))
 
     # --- another process --------------------------------------------------------------------------
 
     def settled(self) -> None:
         """Forget the request, which is answered: after a restore, another request may have its number."""
-        self._saved, self._silence, self._mark = None, (0, inf), (0, 0, inf, inf)
+        self._saved, self._silence, self._mark = None, (0, inf), (0, None, inf, inf)
         self._waited = 0, inf
 
     def save(self, segment: Segment, number: int) -> None:
@@ -198,24 +213,39 @@ class Pending:
         """
         if self._waited[0] != number:
             self._waited, self._longest = (number, time.monotonic()), 0.0
-        if self.until is not None:
-            if self._slots == 1 or request is None or request.steps or self.limit is None:
-                return self.until
-            return self._due_of_slot(number, channel.segment.words, self.limit)
+        if self.until is not None and not self._is_found(request):
+            return self._overdue_at(channel, number, request)
         if self._silence[0] != number:
             self._silence = number, time.monotonic() + SILENCE
-        return self._silence[1]
+        return min(self._silence[1], self._overdue_at(channel, number, request))
 
-    def _due_of_slot(self, number: int, words: Any, limit: float) -> float:
+    def _overdue_at(self, channel: Channel, number: int, request: Request | None) -> float:
+        """Return when the process is overdue, or when to ask again; in the past if it is overdue now."""
+        if self.until is None:
+            return inf
+        if request is None or self.limit is None:
+            return self.until
+        is_found, words = self._is_found(request), channel.segment.words
+        if not is_found and (self._slots == 1 or request.steps):
+            return self.until
+        if is_found and not (self._replays and words[SNAPSHOT]):
+            self.lengthen(request)
+        return self._due_of_slot(number, words, self.limit, is_found=is_found)
+
+    def _due_of_slot(self, number: int, words: Any, limit: float, *, is_found: bool) -> float:
         """Return when to look at the mark of the slot again; in the past if the env in that slot is overdue.
 
-        An env has its whole deadline, whatever those before it have taken, and up to an eighth of it more.
+        An env has its whole deadline, whatever those before it have taken, and up to an eighth of it more. If the
+        deadline is ``"auto"``, the time from a look that came late is not counted: the trainer was stopped, and perhaps
+        the worker, too.
         """
-        now, mark = time.monotonic(), words[SLOT]
+        now, mark = time.monotonic(), (words[BUSY], words[SLOT])
         last, before, since, again = self._mark
         if last != number or mark != before:
             self._longest = max(self._longest, now - since) if last == number else 0.0
             since = now
+        elif is_found and now > again + limit / _LOOKS:
+            since = max(since + now - again, now + limit / _LOOKS - limit)
         elif now >= since + limit:
             return since + limit
         if last != number or now >= again:
@@ -223,12 +253,15 @@ class Pending:
         self._mark = number, mark, since, again
         return again
 
-    def _took(self, number: int) -> float:
-        """Return the seconds that an env took for this request, as far as it was waited for; 0.0: it was not."""
+    def _took(self, number: int, steps: int) -> float:
+        """Return the seconds that an env took for this request, as far as it was waited for; 0.0: it was not.
+
+        Of a rollout it is what each of its ``steps`` took in the mean.
+        """
         now = time.monotonic()
-        if self._mark[0] == number:
+        if self._mark[0] == number and not steps:
             return max(self._longest, now - self._mark[2])
-        return (now - self._waited[1]) / self._slots if self._waited[0] == number else 0.0
+        return (now - self._waited[1]) / self._slots / max(1, steps) if self._waited[0] == number else 0.0
 
     def await_reply(self, channel: Channel, number: int, until: float | None, request: Request | None) -> bool:
         """Wait for the reply.
@@ -252,26 +285,30 @@ class Pending:
                 return True
             if nearest != due:
                 return False
-            if self.until is not None:
-                if self.due(channel, number, request) > due:
-                    sometimes("another env of the process is being called")
-                    continue
+            now = time.monotonic()
+            if self._overdue_at(channel, number, request) <= now:
                 sometimes("a request hangs")
                 raise channel.kill(cause="hung", stack=True)
-            self._silence = number, inf
-            self._tell_of_silence(channel, "initialize" if request is None else request.name)
+            if self._silence[1] <= now:
+                self._silence = number, inf
+                self._tell_of_silence(channel, "initialize" if request is None else request.name)
+            else:
+                sometimes("another env of the process is being called")
 
     def _tell_of_silence(self, channel: Channel, name: str) -> None:
         """Log that the request has waited for ``SILENCE`` seconds, and where its process is."""
         option = deadline_of(name)
-        advice = f"Deadlines({option}=seconds) to have it recovered"
-        if self._limits.finds(option):
-            advice = f"{advice}: 'auto' has no number before 20 steps, and 3 resets"
-        elif option in ("step", "reset"):
-            advice = f"{advice}, or {option}='auto'"
+        given = f"Deadlines({option}=seconds)"
+        if self.until is not None and self.limit is not None:
+            advice = f"It counts as hung after {self.limit:.0f} s (Deadlines 'auto'): give {given} to have that sooner"
+        else:
+            advice = f"Nothing is killed without a deadline: give {given} to have it recovered"
+            if self._limits.finds(option):
+                advice = f"{advice}: 'auto' has no number before 20 steps, and 3 resets"
+            elif option in ("step", "reset"):
+                advice = f"{advice}, or {option}='auto'"
         logger.warning(
-            "%s() of %s has not returned for %.0f s (pid %s). Nothing is killed without a deadline: give %s.\n"
-            "Its stack:\n%s",
+            "%s() of %s has not returned for %.0f s (pid %s). %s.\nIts stack:\n%s",
             name,
             self._env_in(channel.segment.words[SLOT] - 1),
             SILENCE,

@@ -226,7 +226,10 @@ class Supervisor:
         self.reporter = Reporter(self.position, index, hooks, reports)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         self.pending = Pending(
-            self.reporter.env_in, RequestDeadlines(deadlines, resets_in_steps=resets_itself), len(build.draws)
+            self.reporter.env_in,
+            RequestDeadlines(deadlines, resets_in_steps=resets_itself),
+            len(build.draws),
+            replays=policy.on_timeout == "replay",
         )
         self.recoverer = Recoverer(launcher, policy, deadlines, self.reporter.recovering, self._strayed)
         self.channel: Channel | None = None
@@ -375,6 +378,9 @@ class Supervisor:
         try:
             if not ends_overdue:
                 return channel.wait(number, until)
+            brief = self.pending.brief
+            if brief and until is None and channel.wait(number, time.monotonic() + brief):
+                return True
             self._find_limit()
             was_here = channel.answered(number)
             is_here = self.pending.await_reply(channel, number, until, self.state.request)
@@ -553,7 +559,7 @@ class Supervisor:
             long_past and gone.cause == "died",
         )
         instruction = self._happen(lost)
-        if gone.cause == "hung" and request is not None and self.pending.was_slow(request):
+        if gone.cause == "hung" and request is not None and self.pending.lengthen(request):
             text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
             logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:

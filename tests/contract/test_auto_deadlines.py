@@ -1,7 +1,9 @@
-"""``Deadlines(step="auto", reset="auto")``: deadlines that nobody chose recover what hangs by chance, and end nothing that is slow."""
+"""``"auto"``, the default: deadlines that nobody chose recover what hangs by chance, and end nothing that is slow."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -12,19 +14,47 @@ import pytest
 from contract_envs import HANGS, HANGS_ONCE, SLOW, UnevenEnv
 
 from kit import CounterEnv, Fault, FaultyEnv, first_difference
-from multienv import AsyncSubprocessEnvManager, Deadlines, MultiEnv, SubprocessVectorEnv, create_subprocess_envs
-from multienv.errors import UsageError, WaitTimeout
+from kit.trainer_process import Trainer
+from multienv import (
+    AsyncEnv,
+    AsyncSubprocessEnvManager,
+    Deadlines,
+    MultiEnv,
+    RestartPolicy,
+    SubprocessEnv,
+    SubprocessVectorEnv,
+    create_subprocess_envs,
+)
+from multienv.envs.subprocess_env import supervisor_of
+from multienv.errors import UsageError, WaitTimeout, WorkerHungError
 from multienv.recovery import deadlines as limits
 from multienv.recovery import pending
+from multienv.recovery.state_machine import Kind
 
-AUTO = Deadlines(step="auto", reset="auto")
+
+class ChanceAndUneven(UnevenEnv):
+    """Cannot be recovered exactly, and is slow at times."""
+
+    def _observe(self) -> Any:
+        observation = super()._observe()
+        observation[2] += int.from_bytes(os.urandom(2), "little")
+        return observation
+
+
+def hang_once(directory: Path, observations: Any) -> Any:
+    """Act for three envs: the second one hangs in the first step of the rollout, once."""
+    return np.array([0, HANGS_ONCE, 0])
+
+
+FORKS = RestartPolicy(snapshot_every=20)
+REPLAYS = RestartPolicy(snapshots=False)
 
 
 @pytest.fixture(autouse=True)
 def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in life, but for a tenth of the time."""
     monkeypatch.setattr(limits, "LEAST", 0.3)
-    monkeypatch.setattr(pending, "SECOND_CHANCE", 5.0)
+    monkeypatch.setattr(pending, "LONGER", 5.0)
 
 
 def multi_env(directory: Path, **options: Any) -> Any:
@@ -58,25 +88,113 @@ def losses(envs: Any) -> int:
 def test_an_env_that_hangs_by_chance_after_twenty_steps_is_recovered(
     face: Any, steps_before: int, tmp_path: Path
 ) -> None:
-    with face(tmp_path, deadlines=AUTO) as envs:
+    with face(tmp_path) as envs:
         envs.reset(seed=5)
         actions = [0] * steps_before + [HANGS_ONCE, 0, 0]
         assert first_difference(steps(envs, actions), expected(tmp_path, actions)) is None
         assert losses(envs) == 1
 
 
+@pytest.mark.parametrize(("policy", "lost"), [(FORKS, 1), (REPLAYS, 0)], ids=["with snapshots", "without"])
 @FACES
-def test_an_env_that_is_merely_slow_is_waited_for_and_known_to_be_slow(face: Any, tmp_path: Path) -> None:
-    with face(tmp_path, deadlines=AUTO) as envs:
+def test_an_env_that_is_merely_slow_is_waited_for_and_known_to_be_slow(
+    face: Any, policy: RestartPolicy, lost: int, tmp_path: Path
+) -> None:
+    with face(tmp_path, restart=policy) as envs:
         envs.reset(seed=5)
         actions = [0] * 70 + [SLOW, 0, SLOW, SLOW]
         assert first_difference(steps(envs, actions), expected(tmp_path, actions)) is None
-        assert losses(envs) == 1, "the first time it might have hung"
+        assert losses(envs) == lost, "with a snapshot, it is lost the first time: it might have hung"
+
+
+@pytest.mark.parametrize("on_timeout", ["replay", "truncate", "raise"])
+def test_an_env_that_is_merely_slow_and_cannot_be_recovered_keeps_its_episode(on_timeout: Any, tmp_path: Path) -> None:
+    policy = RestartPolicy(snapshots=on_timeout != "replay", snapshot_every=20, on_timeout=on_timeout)
+    with SubprocessEnv(partial(ChanceAndUneven, tmp_path), restart=policy) as env:
+        env.reset(seed=5)
+        truncated = [env.step(action)[3] for action in [0] * 70 + [SLOW, 0, SLOW]]
+        assert not any(truncated)
+        assert env.statistics().losses == 0
+
+
+def test_an_env_that_hangs_and_has_no_snapshot_is_ended_later(tmp_path: Path) -> None:
+    with SubprocessEnv(partial(UnevenEnv, tmp_path), restart=RestartPolicy(snapshots=False, on_timeout="raise")) as env:
+        env.reset(seed=5)
+        for _ in range(70):
+            env.step(0)
+        began = time.monotonic()
+        with pytest.raises(WorkerHungError):
+            env.step(HANGS)
+        assert time.monotonic() - began < 40.0
+        assert env.statistics().last_loss.deadline >= 1.5
+
+
+def test_a_rollout_has_such_a_deadline_for_each_step(tmp_path: Path) -> None:
+    with vector_env(tmp_path, restart=FORKS) as envs:
+        envs.reset(seed=5)
+        envs.rollout(lambda observations: np.zeros(len(observations), np.int64), 25)
+        began = time.monotonic()
+        envs.rollout(partial(hang_once, tmp_path), 25)
+        assert time.monotonic() - began < 10.0, "not 25 steps and three envs together"
+        assert losses(envs) == 1
+
+
+def test_steps_of_a_rollout_say_what_is_slow(tmp_path: Path) -> None:
+    with SubprocessEnv(partial(UnevenEnv, tmp_path), restart=REPLAYS) as env:
+        env.reset(seed=5)
+        env.set_attr("pause", 0.05)
+        env.rollout(lambda observation: np.int64(0), 25)
+        assert 0.5 <= limit_of(env) < 5.0
+
+
+def limit_of(env: SubprocessEnv) -> Any:
+    return supervisor_of(env).pending.step_limit
+
+
+def test_time_for_which_the_trainer_and_its_worker_were_stopped_does_not_count(tmp_path: Path) -> None:
+    with Trainer("auto_deadline_trainers", "step_slowly", tmp_path) as trainer:
+        worker = int(trainer.expect("steps"))
+        while not (tmp_path / "slow").exists():
+            time.sleep(0.01)
+        time.sleep(0.3)  # the trainer's wait is no brief one any more
+        for pid in (trainer.pid, worker):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(5.0)
+        trainer.signal(signal.SIGCONT)
+        time.sleep(0.5)
+        os.kill(worker, signal.SIGCONT)
+        assert trainer.expect("losses") == "0"
+        trainer.wait()
+
+
+def test_it_is_the_default_and_none_turns_it_off(tmp_path: Path) -> None:
+    assert (Deadlines().step, Deadlines().reset) == ("auto", "auto")
+    with SubprocessEnv(partial(UnevenEnv, tmp_path), restart=FORKS, deadlines=Deadlines(step=None)) as env:
+        env.reset(seed=5)
+        for action in [0] * 70 + [SLOW]:
+            env.step(action)
+        assert env.statistics().losses == 0
+    env = AsyncEnv(partial(UnevenEnv, tmp_path))
+    assert supervisor_of(env._env).pending.limit_of(Kind.STEP) is None
+    assert not supervisor_of(env._env).pending._limits.is_learning
+
+
+def test_a_silent_hang_is_told_of_before_it_is_ended_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pending, "SILENCE", 0.4)
+    with SubprocessEnv(partial(UnevenEnv, tmp_path), restart=REPLAYS) as env:
+        env.reset(seed=5)
+        for action in [0] * 70 + [SLOW]:
+            env.step(action)
+    silent = [record.getMessage() for record in caplog.records if "has not returned" in record.getMessage()]
+    assert "It counts as hung after" in silent[-1]
+    assert "Deadlines(step=seconds)" in silent[-1]
 
 
 @FACES
 def test_the_first_steps_have_no_deadline_and_say_what_is_slow(face: Any, tmp_path: Path) -> None:
-    with face(tmp_path, deadlines=AUTO) as envs:
+    with face(tmp_path) as envs:
         envs.reset(seed=5)
         actions = [SLOW] + [0] * 70 + [SLOW]
         assert first_difference(steps(envs, actions), expected(tmp_path, actions)) is None
@@ -85,7 +203,7 @@ def test_the_first_steps_have_no_deadline_and_say_what_is_slow(face: Any, tmp_pa
 
 @FACES
 def test_an_env_that_hangs_each_time_is_truncated_after_its_second_chance(face: Any, tmp_path: Path) -> None:
-    with face(tmp_path, deadlines=AUTO) as envs:
+    with face(tmp_path) as envs:
         envs.reset(seed=5)
         steps(envs, [0] * 70)
         began = time.monotonic()
@@ -98,7 +216,7 @@ def test_an_env_that_hangs_each_time_is_truncated_after_its_second_chance(face: 
 
 @FACES
 def test_time_that_the_trainer_takes_is_not_the_envs(face: Any, tmp_path: Path) -> None:
-    with face(tmp_path, deadlines=AUTO) as envs:
+    with face(tmp_path) as envs:
         envs.reset(seed=5)
         steps(envs, [0] * 70)
         envs.set_attr("pause", 0.05)
@@ -116,7 +234,7 @@ def test_time_that_the_trainer_takes_is_not_the_envs(face: Any, tmp_path: Path) 
 @FACES
 def test_an_env_that_is_slow_at_its_own_pace_is_waited_for(face: Any, tmp_path: Path) -> None:
     """A step may take ten times as long as those that were seen, which is more than the shortest deadline."""
-    with face(tmp_path, deadlines=AUTO) as envs:
+    with face(tmp_path) as envs:
         envs.reset(seed=5)
         actions: Any = [0, 0, 0] if face is multi_env else np.zeros(3, np.int64)
         envs.set_attr("pause", 0.08)
@@ -131,7 +249,7 @@ def test_an_env_that_is_slow_at_its_own_pace_is_waited_for(face: Any, tmp_path: 
 
 def test_resets_have_such_a_deadline_after_three(tmp_path: Path) -> None:
     hangs = partial(FaultyEnv, fault=Fault("hang", "reset", at=4, once=tmp_path / "hung"))
-    with MultiEnv(create_subprocess_envs([hangs], deadlines=AUTO)) as envs:
+    with MultiEnv(create_subprocess_envs([hangs])) as envs:
         for seed in range(3):
             envs.reset(seed=seed)
         steps_before = envs.step([0])[0]
@@ -158,4 +276,3 @@ def test_nothing_else_than_auto_is_taken_for_a_deadline() -> None:
             Deadlines(step=wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="number of seconds, or None"):
         Deadlines(call="auto")  # type: ignore[arg-type]
-    assert repr(AUTO) == "Deadlines(reset='auto', step='auto')"

@@ -364,7 +364,7 @@ class Run:
         getattr(self, f"_do_{op[0]}")(*op[1:])
         self._struck = struck
         if len(self.simulation.struck) > struck:
-            limit = STEP_LIMIT * (op[2] if op[0] == "roll" else 1)
+            limit = self.constants.step_limit(STEP_LIMIT) * (op[2] if op[0] == "roll" else 1)
             took = self.simulation.now - self._waited - began
             assert took < limit + RECOVERY_LIMIT + 1.0, f"{op} took {took:.0f} s, longer than its deadlines allow"
 

@@ -12,6 +12,8 @@ from multienv.recovery import deadlines as limits
 from multienv.recovery import hot_path, journal, pending, recoverer, state_machine, supervisor
 from multienv.wire import segment
 
+LONGER = 3.0  # with "auto"
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -63,6 +65,10 @@ class Constants:
         """Return deadlines with these constants."""
         return replace(base, step="auto", reset="auto") if self.auto else base
 
+    def step_limit(self, limit: float) -> float:
+        """Return how long one process may take for a step: longer, with "auto", if there is no snapshot."""
+        return LONGER * limit if self.auto else limit
+
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Have the package use these constants meanwhile."""
@@ -77,7 +83,7 @@ class Constants:
         ]
         if self.auto:
             changes += [(limits, "LEAST", 1.0), (limits, "MULTIPLE", 1.0), (limits, "STEPS", 0), (limits, "RESETS", 0)]
-            changes += [(pending, "SECOND_CHANCE", 3.0)]
+            changes += [(pending, "LONGER", LONGER)]
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         try:
             for module, name, value in changes:

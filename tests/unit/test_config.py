@@ -139,4 +139,4 @@ def test_options_show_what_is_chosen_and_no_more():
     assert repr(RestartPolicy()) == "RestartPolicy()"
     policy = RestartPolicy(on_crash="raise", max_rss=10**9)
     assert repr(policy) == "RestartPolicy(on_crash='raise', max_rss=1000000000)"
-    assert repr(Deadlines(step=None, close=5.0, start=1)) == "Deadlines(start=1)"
+    assert repr(Deadlines(step=None, close=5.0, start=1)) == "Deadlines(start=1, step=None)"

@@ -44,7 +44,7 @@ CHANGES = {
         "find_limit",
         "note_time",
         "learn",
-        "was_slow",
+        "lengthen",
         "settled",
         "save",
     },
