@@ -80,13 +80,13 @@ class Endless:
         self.answers: dict[int, Any] = {}
         self.failures: dict[int, BaseException] = {}
         self.tasks: dict[int, Task] = {}
-        self.ended: dict[int, Any] = {}
+        self.endings: dict[int, Any] = {}
         self.sending: Collection[int] = ()
         if pending is not None:
             self._go_on_with(pending, nothing)
 
     def _go_on_with(self, pending: Any, nothing: Any) -> None:
-        self.failures, self.tasks, self.ended = pending.failures, pending.tasks, pending.ended
+        self.failures, self.tasks, self.endings = pending.failures, pending.tasks, pending.endings
         for place, request in enumerate(pending.requests):
             if pending.asks(place, nothing):
                 self.requests[place] = NamedRequest(pending.name, request)
@@ -116,9 +116,9 @@ class Endless:
         for place in places:
             self.requests.pop(place, None)
             self.answers.pop(place, None)
-            if self.failures or self.ended:
+            if self.failures or self.endings:
                 self.failures.pop(place, None)
-                self.ended.pop(place, None)
+                self.endings.pop(place, None)
 
     def take_back(self) -> bool:
         """Forget the requests of the members that are being asked."""
@@ -235,9 +235,9 @@ class Endless:
     def _take_answered(self, members: Members, answered: list[int], others: list[int]) -> None:
         """Take the answers of some members, the plain ones together."""
         answered = [place for place in answered if self.misses(place) and place not in self.tasks]
-        if self.ended:  # that is the reset after it, and what it comes to is told of both together
-            others += [place for place in answered if place in self.ended]
-            answered = [place for place in answered if place not in self.ended]
+        if self.endings:  # that is the reset after it, and what it comes to is told of both together
+            others += [place for place in answered if place in self.endings]
+            answered = [place for place in answered if place not in self.endings]
         if answered:
             answers: list[Any] = [MISSING] * len(answered)
             supervisors = [members.supervisors[place] for place in answered]

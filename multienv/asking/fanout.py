@@ -62,7 +62,7 @@ class Round:
 
     __slots__ = (
         "answers",
-        "ended",
+        "endings",
         "failures",
         "name",
         "order",
@@ -95,7 +95,7 @@ class Round:
             self.answers = [None if request is nothing else MISSING for request in requests]
         self.failures: dict[int, BaseException] = {}
         self.tasks: dict[int, Task] = {}
-        self.ended: dict[int, Any] = {}  # transitions that ended an episode and are followed by a reset
+        self.endings: dict[int, Any] = {}  # what a followup has kept
 
     @property
     def is_supervised(self) -> bool:
@@ -276,7 +276,7 @@ class FanOut:
         current = self.members.asked
         assert current is not None
         self._claim(current.name)
-        if timeout is None and current.name == "step" and not current.tasks and not current.ended:
+        if timeout is None and current.name == "step" and not current.tasks and not current.endings:
             state = STEPPING if current.waits else STEPPING_ASYNC
             hot_path.take(self.members.supervisors, current.order, current.answers, state, self.members.leaves_ends)
         return self._collect(current, inf if timeout is None else monotonic() + timeout)

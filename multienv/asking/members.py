@@ -32,7 +32,7 @@ class Followup(Protocol):
 
     leaves_ends: bool
 
-    def first(self, place: int, supervisor: Any) -> Any:
+    def first(self, supervisor: Any) -> Any:
         """Return the reset to ask for in place of a step, while no episode runs; ``None``: step all the same."""
 
     def next(self, supervisor: Any, ended: Any, answer: Any, request: Any) -> tuple[Any, str, Any] | None:
@@ -48,11 +48,11 @@ class Followup(Protocol):
             What is kept of the answer until the next one is there; name and content of the next request.
         """
 
-    def joined(self, place: int, ended: Any, answer: Any) -> Any:
+    def joined(self, ended: Any, answer: Any) -> Any:
         """Return the outcome of a step: of what was kept of an earlier answer, ``None``: nothing, and the last one."""
 
-    def failed(self, place: int, ended: Any, error: MultienvError) -> None:
-        """Note that a member failed in a step, or in the reset after it."""
+    def failed(self, ended: Any, error: MultienvError) -> None:
+        """Put what was kept of an earlier answer, ``None``: nothing, into the error that a step comes to."""
 
 
 class InThread(NamedTuple):
@@ -69,7 +69,7 @@ class AnyRound(Protocol):
         answers: Of each member; ``None`` if it failed.
         failures: Member → what it raised.
         tasks: Member → the call that a thread makes for it.
-        ended: Member → a transition that ended an episode and is followed by a reset.
+        endings: Member → what the followup has kept of a step that ended an episode, while it asks for what comes next.
         sending: Members that are being asked; ``()``: all are asked.
         is_supervised: It asks supervisors; else it makes calls that block.
     """
@@ -78,7 +78,7 @@ class AnyRound(Protocol):
     answers: Any
     failures: dict[int, BaseException]
     tasks: dict[int, Task]
-    ended: dict[int, Any]
+    endings: dict[int, Any]
     sending: Collection[int]
 
     @property
@@ -235,12 +235,12 @@ class Members:
 
     def _follow(self, current: AnyRound, place: int, answer: Any) -> Any:
         """Return what a step comes to, given an answer; MISSING if a request follows."""
-        followup, supervisor, ended = self._followup, self.supervisors[place], current.ended.get(place)
+        followup, supervisor, ended = self._followup, self.supervisors[place], current.endings.get(place)
         assert followup is not None
         following = followup.next(supervisor, ended, answer, current.request(place)[1])
         if following is None:
-            return followup.joined(place, ended, answer)
-        current.ended[place], name, request = following
+            return followup.joined(ended, answer)
+        current.endings[place], name, request = following
         if supervisor.maintenance.is_due or supervisor.maintenance.recycling_due:  # building takes a while
             self.begin(current, place, partial(ask_patiently, supervisor, name, request, current.waits))
         else:
@@ -259,7 +259,7 @@ class Members:
         try:
             message = None
             if name == "step" and self._followup is not None:
-                message = self._followup.first(place, supervisor)
+                message = self._followup.first(supervisor)
             if message is not None:
                 name, request = "reset", message
             maintenance = supervisor.maintenance
@@ -346,7 +346,7 @@ class Members:
 
     def _fail(self, current: AnyRound, place: int, error: BaseException) -> None:
         if self._followup is not None and current.request(place)[0] == "step" and isinstance(error, MultienvError):
-            self._followup.failed(place, current.ended.get(place), error)
+            self._followup.failed(current.endings.get(place), error)
         # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
         current.failures[place] = error.with_traceback(None)
         current.answers[place] = None

@@ -30,16 +30,10 @@ class AutoresetFollowup:
 
     def __init__(self, mode: AutoresetMode) -> None:
         self.leaves_ends = mode is AutoresetMode.SAME_STEP
-        self._failed: set[int] = set()  # members whose own reset raised, and is still due
 
-    def is_due(self, member: int, supervisor: Supervisor) -> bool:
-        """Tell whether the next step of a member has to be a reset."""
-        episode = supervisor.state.episode
-        return episode is Episode.ENDED or (episode is Episode.NONE and member in self._failed)
-
-    def first(self, member: int, supervisor: Supervisor) -> Reset | None:
+    def first(self, supervisor: Supervisor) -> Reset | None:
         """Return the reset to ask for in place of a step, or ``None``."""
-        return BEGINNING if self.is_due(member, supervisor) else None
+        return BEGINNING if supervisor.state.episode is Episode.ENDED else None
 
     def next(
         self, supervisor: Supervisor, ended: Transition | None, answer: Any, request: Any
@@ -48,19 +42,14 @@ class AutoresetFollowup:
         is_end = self.leaves_ends and len(answer) != 2 and (answer[2] or answer[3])
         return (answer, "reset", BEGINNING) if is_end else None
 
-    def joined(self, member: int, ended: Transition | None, answer: Any) -> Transition:
+    def joined(self, ended: Transition | None, answer: Any) -> Transition:
         """Return the outcome of a step, which may have been a reset, or was followed by one."""
-        if len(answer) != 2:
-            return answer  # type: ignore[no-any-return]
-        self._failed.discard(member)
-        return joined(ended, answer)
+        return joined(ended, answer) if len(answer) == 2 else answer
 
-    def failed(self, member: int, transition: Transition | None, error: MultienvError) -> None:
-        """Note that a step, or the reset in it, raised."""
-        if getattr(error, "command", "") == "reset":
-            self._failed.add(member)
-            if transition is not None:
-                error.returned = transition  # type: ignore[attr-defined]
+    def failed(self, ended: Transition | None, error: MultienvError) -> None:
+        """Put into the error of a reset what the step before it had returned."""
+        if ended is not None:
+            error.returned = ended  # type: ignore[attr-defined]
 
 
 def joined(transition: Transition | None, begun: tuple[Any, dict[str, Any]]) -> Transition:
@@ -110,7 +99,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Return whether the next step is a reset."""
         if self._supervisor is None or self._followup is None:
             return self._is_due
-        return self._followup.is_due(0, self._supervisor)
+        return self._supervisor.state.episode is Episode.ENDED
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, even if the last one has not ended."""

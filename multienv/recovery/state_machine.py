@@ -43,9 +43,9 @@ class Process(Enum):
 class Episode(Enum):
     """Names the states of the episodes of the worker's envs, as far as they matter to the caller."""
 
-    NONE = "none"  # no reset was answered since the envs were built: step() is refused
+    NONE = "none"  # no episode has begun, or the last one was given up: step() is refused
     RUNNING = "running"  # step() is possible; in a batch, this does not say which episodes have ended
-    ENDED = "ended"  # the env's episode has ended and the caller has seen it: step() is refused
+    ENDED = "ended"  # the env's episode has ended: step() is refused; with autoreset it begins the next one
     TRUNCATED = "truncated"  # a loss in a call, not a step, ended the episode: the next step() returns truncated=True
 
 
@@ -409,7 +409,7 @@ def _replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruc
             pending_truncations=pending_truncations,
         )
     elif request.kind is Kind.RESET and rules.slots == 1:
-        after = after._replace(episode=Episode.NONE, pending_truncations=())
+        after = after._replace(episode=_not_begun(state), pending_truncations=())
     elif request.kind is Kind.STEP:
         ended = event.ended and not rules.resets_itself and rules.slots == 1
         after = after._replace(episode=Episode.ENDED if ended else Episode.RUNNING, pending_truncations=())
@@ -468,7 +468,7 @@ def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Ins
         mismatches = {slot: why for slot, why in event.mismatches.items() if touched is not None and not touched[slot]}
         after = after._replace(pending_truncations=_merged(state.pending_truncations, mismatches))
         if poisoned and rules.slots == 1:
-            return _without_request(after, episode=Episode.NONE), Instruction.RAISE_POISON
+            return _without_request(after, episode=_not_begun(state)), Instruction.RAISE_POISON
         return after, Instruction.ASK
     return after, instruction_of(after, rules)
 
@@ -498,7 +498,7 @@ def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]
         skipped=_merged((), _poisoned(state, rules)),
     )
     if after.skipped and rules.slots == 1:
-        return _without_request(after, episode=Episode.NONE), Instruction.RAISE_POISON
+        return _without_request(after, episode=_not_begun(state)), Instruction.RAISE_POISON
     return after, Instruction.LAUNCH
 
 
@@ -551,9 +551,14 @@ def _without_request(state: State, **changes: Any) -> State:
     return state._replace(**_NO_REQUEST, **changes)
 
 
+def _not_begun(state: State) -> Episode:
+    """Return the state of the episode after a reset that failed: the next one is still due after an end."""
+    return Episode.ENDED if state.episode is Episode.ENDED else Episode.NONE
+
+
 def _given_up(state: State, pending_truncations: Mapping[int, str], *, running: bool) -> State:
     """Return the state without process and request. The next step truncates running episodes."""
-    episode = Episode.TRUNCATED if pending_truncations and running else Episode.NONE
+    episode = Episode.TRUNCATED if pending_truncations and running else _not_begun(state)
     return _without_request(
         state,
         process=Process.NONE,

@@ -494,7 +494,7 @@ class Supervisor:
         check_seconds("timeout", timeout, zero=True)
         self._refuse_if_unusable("collect")
         until = None if timeout is None else time.monotonic() + timeout
-        instruction = instruction_of(self.state, self.rules)
+        instruction, request = instruction_of(self.state, self.rules), self.state.request
         if instruction is Instruction.NOTHING and self.description is None:
             instruction = Instruction.LAUNCH  # initialize() whose first process was lost
         elif instruction is Instruction.NOTHING:
@@ -504,8 +504,8 @@ class Supervisor:
                 sometimes("a thread recovers the envs")
                 raise RecoveryDue
             if instruction in _RAISED:
-                if instruction is Instruction.RAISE_POISON and self.state.episode is Episode.NONE:
-                    self.give_up()  # a reset may end every process in which the env is as it was
+                if instruction is Instruction.RAISE_POISON and request is not None and request.kind is Kind.RESET:
+                    self.give_up()  # it may end every process in which the env is as it was
                 break
             instruction = self._steps_of[instruction](self, until)
             self._refuse_if_unusable("collect")

@@ -39,7 +39,7 @@ class ResetAtOnce:
     def __init__(self, observation_of: Callable[[RowsReply], Any]) -> None:
         self._observation_of = observation_of
 
-    def first(self, member: int, supervisor: Supervisor) -> None:
+    def first(self, supervisor: Supervisor) -> None:
         """Return ``None``: a step is a step."""
 
     def next(
@@ -59,7 +59,7 @@ class ResetAtOnce:
         returned = observation, float(reply.rewards[0]), *flags, _info_of(reply)
         return _Ending(supervisor.position.number, returned, kept), "step", request
 
-    def joined(self, member: int, ended: _Ending | None, reply: RowsReply) -> RowsReply:
+    def joined(self, ended: _Ending | None, reply: RowsReply) -> RowsReply:
         """Return the outcome of a step, as a worker gives it that resets in the same step."""
         if ended is None:
             return reply
@@ -79,7 +79,7 @@ class ResetAtOnce:
             {**ended.reply.errors, **reply.errors},
         )
 
-    def failed(self, member: int, ended: _Ending | None, error: MultienvError) -> None:
+    def failed(self, ended: _Ending | None, error: MultienvError) -> None:
         """Put into the error what the step had returned before the reset failed."""
         if ended is not None:
             error.returned = ended.returned  # type: ignore[attr-defined]

@@ -147,6 +147,30 @@ def test_after_a_reset_that_raised_the_next_step_begins_the_episode(mode, whole)
             assert first_difference((*failed[0].returned[1:4], failed[0].returned[0]), returned) is None
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_after_a_reset_of_the_callers_between_two_episodes_that_raised_the_next_step_begins_one(host):
+    env_fn = partial(FaultyEnv, fault=Fault("raise", "reset", at=2), horizon=1)
+    with HOSTS[host](env_fn) as env:
+        wrapped = AutoResetWrapper(env)
+        wrapped.reset(seed=1)
+        assert wrapped.step(1)[2]
+        with pytest.raises(FaultError):
+            wrapped.reset()
+        assert wrapped.step(1)[1:4] == (0.0, False, False)
+        assert wrapped.step(1)[2]
+
+
+def test_a_reset_that_raised_in_a_step_is_due_in_another_trainer_too():
+    env_fn = partial(FaultyEnv, fault=Fault("raise", "reset", at=2), horizon=1)
+    with MultiEnv([SubprocessEnv(env_fn)]) as m, MultiEnv([SubprocessEnv(env_fn)]) as other:
+        m.reset(seed=1)
+        assert m.step([1])[2] == [True]
+        with pytest.raises(FaultError):
+            m.step([1])
+        other.load_state_dict(m.state_dict())
+        assert first_difference(other.step([1]), m.step([1])) is None
+
+
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_envs_that_end_together_begin_together(mode, tmp_path):
     pipe = tmp_path / "pipe"
