@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -60,7 +59,6 @@ class RayVectorEnv(HostedVectorEnv):
         try:
             sizes = deal(len(self.env_fns), envs_per_worker, fleet.cores, max_concurrency)
             fleet.seat_workers(len(sizes))
-            self._owner = os.getpid()
             super().__init__(self.env_fns, sizes, partial(Workers, partial(Nodes, fleet)), **options)
         except BaseException:
             fleet.close()
@@ -73,5 +71,4 @@ class RayVectorEnv(HostedVectorEnv):
 
     def __del__(self) -> None:
         """Release the processes, which then end by themselves, if close() was not called."""
-        if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
-            abandon_all(self.__dict__.get("_workers", ()))
+        abandon_all(self.__dict__.get("_workers", ()))

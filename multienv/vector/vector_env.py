@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
@@ -86,7 +85,6 @@ class SubprocessVectorEnv(HostedVectorEnv):
                 "could not be recovered. Leave it out, and put what it does into env_fn or a wrapper."
             )
         sizes = deal(len(self.env_fns), envs_per_worker, busy_cores(), max_concurrency)
-        self._owner = os.getpid()
         workers, place = partial(Workers, Processes), spread if bind_cores else None
         try:
             super().__init__(self.env_fns, sizes, workers, place, **options)
@@ -107,8 +105,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
 
     def __del__(self) -> None:
         """Release the processes, which close their envs and end by themselves, if close() was not called."""
-        if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
-            abandon_all(self.__dict__.get("_workers", ()))
+        abandon_all(self.__dict__.get("_workers", ()))
 
 
 class SerialVectorEnv(HostedVectorEnv):
