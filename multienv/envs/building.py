@@ -116,7 +116,7 @@ def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
     Raises:
         UsageError: A name or a value is no string, or none that the operating system knows.
     """
-    given = worker_env(worker) if callable(worker_env) else worker_env or {}
+    given = dict((worker_env(worker) if callable(worker_env) else worker_env) or {})
     for name, value in given.items():
         known = isinstance(name, str) and isinstance(value, str)
         if not known or not name or "=" in name or "\0" in name + value:
@@ -124,7 +124,7 @@ def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
                 f"worker_env: {name!r:.50}: {value!r:.50} of worker {worker} is no variable; give name and value as "
                 "strings, such as {'MUJOCO_GL': 'egl'}, the name without '='."
             )
-    return dict(given)
+    return given
 
 
 def arguments() -> tuple[str, ...]:
