@@ -11,7 +11,6 @@ from multienv.cluster.options import RayOptions
 from multienv.cluster.ray_env import CLOSE_PATIENCE, Nodes
 from multienv.config import takes_options_of
 from multienv.envs.building import EnvFn, Workers, listed_env_fns
-from multienv.recovery.supervisor import abandon_all
 from multienv.vector.batching import deal
 from multienv.vector.hosted_vector_env import HostedVectorEnv, VectorOptions
 
@@ -68,7 +67,3 @@ class RayVectorEnv(HostedVectorEnv):
         """End the processes, then their hosts, and a local Ray that was started for them."""
         super().close_extras(timeout, terminate, **kwargs)
         self._fleet.wait(CLOSE_PATIENCE)
-
-    def __del__(self) -> None:
-        """Release the processes, which then end by themselves, if close() was not called."""
-        abandon_all(self.__dict__.get("_workers", ()))

@@ -13,7 +13,6 @@ from multienv.cores import busy_cores, spread
 from multienv.envs.building import EnvFn, Processes, SerialWorkers, Workers, listed_env_fns
 from multienv.errors import EnvsFailedError, UsageError
 from multienv.events import Hook
-from multienv.recovery.supervisor import abandon_all
 from multienv.vector.batching import deal
 from multienv.vector.hosted_vector_env import BatchOptions, HostedVectorEnv, VectorOptions
 
@@ -102,10 +101,6 @@ class SubprocessVectorEnv(HostedVectorEnv):
             return
         self.closed = False
         super().__init__(self.env_fns, [1] * len(self.env_fns), workers, place, **options)
-
-    def __del__(self) -> None:
-        """Release the processes, which close their envs and end by themselves, if close() was not called."""
-        abandon_all(self.__dict__.get("_workers", ()))
 
 
 class SerialVectorEnv(HostedVectorEnv):
