@@ -17,9 +17,11 @@ import contextlib
 import json
 import logging
 import os
+import statistics as statistics_of
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,7 +35,8 @@ import numpy as np
 from gymnasium.wrappers import AddRenderObservation, TimeLimit
 
 from multienv import Deadlines, RestartPolicy, Statistics, SubprocessEnv
-from multienv.testing import run_chaos
+from multienv.events import Event, Recovery
+from multienv.testing import check_env_recovers
 
 Env = gymnasium.Env[Any, Any]
 
@@ -236,17 +239,17 @@ def measured(row: Row, build: Callable[[], Env], variables: Mapping[str, str], k
         return row
     limits = Deadlines(step=60.0, reset=60.0)
     pause = (0.3, 1.5)
-    chaos = run_chaos(
-        env_fn, num_envs=1, kills=kills, manners=("SIGKILL",), interval=pause, deadlines=limits, **options
-    )
-    exact, replayed = chaos.outcomes["exact"], chaos.outcomes["replayed"]
-    ways = ", ".join(f"{count} by {method}" for method, count in sorted(chaos.methods.items()))
-    differ = f"; {len(chaos.mismatches)} DIFFER" if chaos.mismatches else ""
-    row.kills = f"{exact} of {chaos.kills} exact, {replayed} replayed ({ways}){differ}"
-    if chaos.undisturbed:
-        row.kills += f"; undisturbed too: {chaos.undisturbed:.200}"
-    row.recovery = f"{chaos.quantile(0.5):.2f} s"
-    for reason in [*chaos.inexact, *chaos.mismatches]:
+    events: list[Event] = []
+    check = check_env_recovers(env_fn, kills=kills, interval=pause, deadlines=limits, hooks=[events.append], **options)
+    recoveries = [event for event in events if isinstance(event, Recovery)]
+    methods = Counter(one.method for one in recoveries if one.method)
+    ways = ", ".join(f"{count} by {method}" for method, count in sorted(methods.items()))
+    differ = f"; {len(check.mismatches)} DIFFER" if check.mismatches else ""
+    row.kills = f"{check.exact} of {check.losses} exact, {check.replayed} replayed ({ways}){differ}"
+    if check.undisturbed:
+        row.kills += f"; undisturbed too: {check.undisturbed:.200}"
+    row.recovery = f"{statistics_of.median([one.seconds for one in recoveries] or [0.0]):.2f} s"
+    for reason in [*check.truncated, *check.mismatches]:
         print(f"  {row.simulator}, {row.renderer}: {reason:.600}", file=sys.stderr)
     row.hang = fault_outcome(env_fn, calm, "hang", **options)
     row.abort = fault_outcome(env_fn, calm, "abort", **options)

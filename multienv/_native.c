@@ -14,7 +14,6 @@ left to the reference, for one worker or one result at a time.
 
 No signal handler of Python's runs inside these functions but where they call Python.
 */
-#define _GNU_SOURCE /* sched_getcpu */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -1764,20 +1763,7 @@ write_digests(PyObject *module, PyObject *const *args, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(core_doc, "core()\n--\n\nTell which core the calling thread runs on; -1 where the system does not tell.");
-
-static PyObject *
-core(PyObject *module, PyObject *args)
-{
-#ifdef __linux__
-    return PyLong_FromLong(sched_getcpu());
-#else
-    return PyLong_FromLong(-1);
-#endif
-}
-
 static PyMethodDef methods[] = {
-    {"core", core, METH_NOARGS, core_doc},
     {"ask", ask, METH_VARARGS, ask_doc},
     {"take", take, METH_VARARGS, take_doc},
     {"follow", follow, METH_O, follow_doc},

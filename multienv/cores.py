@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from multienv.native import native
-
 
 class Placed(Protocol):
     """A worker that can be placed: a supervisor."""
@@ -93,8 +91,6 @@ def spread(workers: Sequence[Placed]) -> None:
 
 def _current_core() -> Callable[[], int]:
     """Return a function that tells which core the calling thread runs on; -1 where the system does not tell."""
-    if native is not None:
-        return native.core  # type: ignore[no-any-return]
     try:
         found: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu  # keeps the GIL
         found()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from multienv.errors import UsageError
 from multienv.interrupts import runs_user_code
 
 logger = logging.getLogger("multienv")
@@ -210,14 +209,6 @@ def flat_statistics(statistics: Statistics | Iterable[Statistics | None]) -> dic
 
 Event = Loss | Recovery | Recycled
 Hook = Callable[[Event], None]
-
-
-def checked_hooks(hooks: Any) -> tuple[Hook, ...]:
-    """Return `hooks` as a tuple; raise UsageError unless every item is callable."""
-    given = tuple(hooks) if isinstance(hooks, Iterable) else (hooks, None)
-    if not all(map(callable, given)):
-        raise UsageError(f"hooks is {hooks!r:.100}; give a list of functions that take an event.")
-    return given
 
 
 @runs_user_code

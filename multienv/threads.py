@@ -140,6 +140,17 @@ class Task:
             except RuntimeError:
                 self.run()
 
+    def start_alone(self) -> None:
+        """Make the call in a thread of its own, or here if there is none.
+
+        The thread is started by ``_thread``: ``threading`` and executors hold locks of theirs meanwhile, and a signal
+        handler that needs one of those which the interrupted code holds would wait for ever.
+        """
+        try:
+            start_plain_thread(self.run)
+        except RuntimeError:  # there are no more threads to be had, or the interpreter exits
+            self.run()
+
     def run(self) -> None:
         """Make the call here, unless it has been begun."""
         if self._begun.acquire(blocking=False):
@@ -183,10 +194,7 @@ def beside(call: Callable[[], Any], patience: float) -> None:
     code that holds it, such as that of a log handler.
     """
     task = Task(call)
-    try:
-        start_plain_thread(task.run)
-    except RuntimeError:  # no thread is to be had
-        task.run()
+    task.start_alone()
     task.wait(patience)
 
 
@@ -206,17 +214,10 @@ def start_plain_thread(call: Callable[[], object]) -> None:
 
 
 def close_at_once(calls: Iterable[Callable[[], Any]]) -> None:
-    """Make these calls, so that several slow ones take no longer than one; in a signal handler, too.
-
-    The threads are started by ``_thread``: ``threading`` and executors hold locks of theirs meanwhile, and a signal
-    handler that needs one of those which the interrupted code holds would wait for ever.
-    """
+    """Make these calls, so that several slow ones take no longer than one; in a signal handler, too."""
     first, *others = [Task(call) for call in calls] or [Task(bool)]
     for task in others:
-        try:
-            _thread.start_new_thread(task.run, ())
-        except RuntimeError:  # there are no more threads to be had, or the interpreter exits
-            task.run()
+        task.start_alone()
     first.run()
     for task in others:
         task.wait()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import asdict
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.table import Table
 
@@ -21,13 +24,15 @@ from multienv.cli.options import (
 )
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import MultienvError, UsageError
-from multienv.testing.chaos import run_chaos
+from multienv.events import Event, Recovery
+from multienv.reports.texts import exit_text
+from multienv.testing import check_env_recovers
 
 
 def chaos(
     env: EnvArgument,
     num_envs: NumEnvsOption = 4,
-    kills: Annotated[int, typer.Option(min=1, help="Stop after this many lost workers.")] = 100,
+    kills: Annotated[int, typer.Option(min=1, help="Stop after this many signals.")] = 100,
     minutes: Annotated[float, typer.Option(min=0.0, help="Stop after this many minutes.")] = float("inf"),
     seed: Annotated[int, typer.Option(min=0, help="Seed for actions, victims, signals and pauses.")] = 0,
     env_kwargs: KwargsOption = "{}",
@@ -54,19 +59,25 @@ def chaos(
 
     multienv chaos my_envs:make_my_env --kills 50 --no-snapshots
     """
+    recoveries: list[Recovery] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, Recovery):
+            recoveries.append(event)
+            work.update(f"{len(recoveries)} workers lost, {kills} signals in all ...")
+
     with at_work("building ...", as_json=as_json, verbose=verbose) as work:
         found = working_env(env, env_kwargs)
         try:
-            result = run_chaos(
+            result = check_env_recovers(
                 found.env_fn,
                 num_envs=num_envs,
                 kills=kills,
                 seconds=60 * minutes,
                 seed=seed,
+                manners=("SIGKILL", "SIGSEGV", "SIGSTOP"),
                 interval=(0.0, pause),
-                progress=lambda so_far: work.update(
-                    f"{so_far.kills} of {kills} workers lost, {so_far.steps:,} steps ..."
-                ),
+                hooks=[note],
                 restart=RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000),
                 deadlines=Deadlines(step=step_deadline, reset=reset_deadline),
             )
@@ -74,9 +85,17 @@ def chaos(
             raise UsageError(
                 f"{env} fails on its own: {first_line(error)} For details, run `multienv doctor {env}`."
             ) from error
-    seconds = {"median": result.quantile(0.5), "p99": result.quantile(0.99)}
-    document = {"env": env, "kills": result.kills, **vars(result), "seconds": seconds}
-    document["printed"] = work.printed
+    seconds = np.quantile([one.seconds for one in recoveries] or [0.0], [0.5, 0.99])
+    losses = [f"{one.loss.cause}: {exit_text(one.loss.exit_code).partition(' (')[0]}" for one in recoveries]
+    document = {
+        "env": env,
+        **asdict(result),
+        "causes": Counter(losses),
+        "outcomes": Counter(one.outcome for one in recoveries),
+        "methods": Counter(one.method for one in recoveries if one.method),
+        "seconds": {"median": seconds[0], "p99": seconds[1]},
+        "printed": work.printed,
+    }
     if as_json:
         print(json.dumps(document, indent=1))
     if result.undisturbed:
@@ -99,27 +118,21 @@ def _table(told: dict[str, Any]) -> Table:
     table = Table(title=title, show_header=False, min_width=len(title))
     table.add_column("")
     table.add_column("", justify="right")
+    table.add_row("signals sent", f"{told['kills']:,}")
     for name, counts in (
-        ("signal sent", "strikes"),
-        ("lost", "losses"),
+        ("lost", "causes"),
         ("outcome", "outcomes"),
         ("recovered by", "methods"),
     ):
         for kind, number in sorted(told[counts].items()):
-            table.add_row(f"{name}: {_in_words(kind) if counts in ('strikes', 'losses') else kind}", f"{number:,}")
+            kind = kind.removeprefix("died: ").replace(": ", ", ")
+            table.add_row(f"{name}: {kind}", f"{number:,}")
     table.add_section()
     table.add_row("time to recover, median", f"{1000 * told['seconds']['median']:.1f} ms")
     table.add_row("time to recover, 99th percentile", f"{1000 * told['seconds']['p99']:.1f} ms")
     table.add_section()
-    table.add_row("episodes not recovered", f"{len(told['inexact']):,}")
+    table.add_row("episodes not recovered", f"{len(told['truncated']):,}")
     if told["strayed"]:
         table.add_row("went another way after 'replayed'", f"{len(told['strayed']):,}", style="yellow")
     table.add_row("mismatches", f"{len(told['mismatches']):,}", style="red" if told["mismatches"] else "green")
     return table
-
-
-def _in_words(kind: str) -> str:
-    """Return how the table names a kind of ``Chaos.strikes`` or ``Chaos.losses``."""
-    if kind == "snapshot":
-        return "SIGKILL, to a snapshot"
-    return kind.removeprefix("died: ").replace(": ", ", ")

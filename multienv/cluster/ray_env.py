@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -98,7 +97,6 @@ class RayEnv(SupervisedEnv):
         except BaseException:
             fleet.close()
             raise
-        self._owner = os.getpid()
 
     def close(self) -> None:
         """End the process; with the fleet's last env also its hosts, and a local Ray that was started for them."""
@@ -107,7 +105,7 @@ class RayEnv(SupervisedEnv):
 
     def __del__(self) -> None:
         """Release the process, which ends by itself, if close() was not called."""
-        if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
+        if "_supervisor" in self.__dict__:
             abandon_all([self._supervisor])
 
 

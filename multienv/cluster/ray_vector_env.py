@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ from multienv.cluster.options import RayOptions
 from multienv.cluster.ray_env import CLOSE_PATIENCE, Nodes
 from multienv.config import takes_options_of
 from multienv.envs.building import EnvFn, Workers, listed_env_fns
-from multienv.recovery.supervisor import abandon_all
 from multienv.vector.batching import deal
 from multienv.vector.hosted_vector_env import HostedVectorEnv, VectorOptions
 
@@ -60,7 +58,6 @@ class RayVectorEnv(HostedVectorEnv):
         try:
             sizes = deal(len(self.env_fns), envs_per_worker, fleet.cores, max_concurrency)
             fleet.seat_workers(len(sizes))
-            self._owner = os.getpid()
             super().__init__(self.env_fns, sizes, partial(Workers, partial(Nodes, fleet)), **options)
         except BaseException:
             fleet.close()
@@ -70,8 +67,3 @@ class RayVectorEnv(HostedVectorEnv):
         """End the processes, then their hosts, and a local Ray that was started for them."""
         super().close_extras(timeout, terminate, **kwargs)
         self._fleet.wait(CLOSE_PATIENCE)
-
-    def __del__(self) -> None:
-        """Release the processes, which then end by themselves, if close() was not called."""
-        if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
-            abandon_all(self.__dict__.get("_workers", ()))

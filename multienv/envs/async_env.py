@@ -18,7 +18,7 @@ from multienv.envs.building import EnvFn, WorkerOptions
 from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
 from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeout, rebuilt
-from multienv.events import Event, Hook, Statistics, call_hooks, checked_hooks
+from multienv.events import Event, Hook, Statistics, call_hooks
 from multienv.threads import Pool, Task
 from multienv.wire.actions import own_copy
 from multienv.wire.codecs import Transition
@@ -65,7 +65,7 @@ class AsyncEnv:
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, **options: Unpack[WorkerOptions]) -> None:
         # Hooks and the events to call them with when the call is done.
         self._events: deque[tuple[Callable[[Any], object], Any]] = deque()
-        options["hooks"] = [partial(_note, self._events, hook) for hook in checked_hooks(options.get("hooks", ()))]
+        options["hooks"] = [partial(_note, self._events, hook) for hook in options.get("hooks", ())]
         options.setdefault("deadlines", Deadlines(step=None, reset=None))
         self._env = SubprocessEnv(env_fn, env_index=env_index, **options)
         self._pool = Pool(1, _THREAD)

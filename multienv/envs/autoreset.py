@@ -81,8 +81,6 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> None:
-        if not isinstance(env, gymnasium.Env):
-            raise TypeError(f"AutoResetWrapper: {env!r:.100} is a {type(env).__name__}; give a gymnasium.Env.")
         super().__init__(env)
         self.mode = mode_of(mode)
         self.metadata = {**(env.metadata or {}), "autoreset_mode": self.mode}

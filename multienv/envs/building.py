@@ -23,7 +23,7 @@ from multienv.envs.pickling import pickled, pickled_env_fns
 from multienv.envs.process_seeds import ProcessSeeds, seeds_of_trainer
 from multienv.envs.unpicklable import culprit_in
 from multienv.errors import UsageError
-from multienv.events import Hook, checked_hooks
+from multienv.events import Hook
 from multienv.processes.channel import Channel
 from multienv.processes.environment import module_path, process_attributes, worker_environment, working_directory
 from multienv.processes.launcher import Launch, method_of
@@ -35,7 +35,7 @@ from multienv.recovery.supervisor import Supervisor
 from multienv.recovery.turns import Turns
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
-from multienv.wire.messages import Build, Setting, call_user_code, seeds_from
+from multienv.wire.messages import Build, Setting, seeds_from
 from multienv.wire.shared_pickle import LARGE, SharedPickle, share
 from multienv.worker.host import Host
 from multienv.worker.main_module import main_script, refuse_while_importing
@@ -114,35 +114,17 @@ def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
         worker: The worker's index.
 
     Raises:
-        UsageError: They are no mapping of strings, or the operating system knows no such name or value; or the function
-            raised.
+        UsageError: A name or a value is no string, or none that the operating system knows.
     """
-    given: Any = {} if worker_env is None else worker_env
-    if callable(worker_env):
-        function = worker_env
-        given = call_user_code(
-            lambda: function(worker),
-            lambda error: UsageError(
-                f"worker_env({worker}) raised {type(error).__name__}: {error}. It is called in the trainer, with the "
-                "index of each worker."
-            ),
-        )
-    what = f"worker_env({worker}) returned" if callable(worker_env) else "worker_env is"
-    if not isinstance(given, Mapping):
-        raise UsageError(
-            f"{what} {given!r:.100}; give names and values, such as {{'MUJOCO_GL': 'egl'}}, or a function that takes "
-            "the worker's index and returns them."
-        )
+    given = dict((worker_env(worker) if callable(worker_env) else worker_env) or {})
     for name, value in given.items():
-        if not (isinstance(name, str) and isinstance(value, str)):
+        known = isinstance(name, str) and isinstance(value, str)
+        if not known or not name or "=" in name or "\0" in name + value:
             raise UsageError(
-                f"{what} {name!r:.50}: {value!r:.50}; give both as strings, such as {{'MUJOCO_GL': 'egl'}}."
+                f"worker_env: {name!r:.50}: {value!r:.50} of worker {worker} is no variable; give name and value as "
+                "strings, such as {'MUJOCO_GL': 'egl'}, the name without '='."
             )
-        if not name or "=" in name or "\0" in name + value:
-            raise UsageError(
-                f"{what} {name!r:.50}: {value!r:.50}; no variable has a name without letters, '=' in it or NUL."
-            )
-    return dict(given)
+    return given
 
 
 def arguments() -> tuple[str, ...]:
@@ -230,7 +212,7 @@ class Workers:
             Supervisor,
             policy=restart,
             deadlines=deadlines,
-            hooks=checked_hooks(hooks),
+            hooks=tuple(hooks),
             reports=directory_for(reports),
         )
         self.recycles = restart.recycles
@@ -310,7 +292,7 @@ class SerialWorkers:
     recycles = False
 
     def __init__(self, *, hooks: Sequence[Hook] = ()) -> None:
-        self._hooks = checked_hooks(hooks)
+        self._hooks = tuple(hooks)
 
     def make(
         self,

@@ -91,10 +91,7 @@ class MultiEnv:
     def _hosted(self) -> dict[int, SupervisedEnv]:
         """Return the envs of our own, also those that are wrapped, by their indexes."""
         inner = {index: env.unwrapped for index, env in enumerate(self.envs)}
-        hosted = {index: env for index, env in inner.items() if isinstance(env, SupervisedEnv)}
-        if len(set(map(id, hosted.values()))) < len(hosted):
-            raise UsageError("MultiEnv: one env is given twice, in several wrappers; give each its own.")
-        return hosted
+        return {index: env for index, env in inner.items() if isinstance(env, SupervisedEnv)}
 
     def _initialize(self, hosted: dict[int, SupervisedEnv]) -> None:
         indexes, envs = list(hosted), list(hosted.values())
@@ -252,10 +249,7 @@ class MultiEnv:
         return [bool(one) for one in self._one_each("mask", mask)]
 
     def _one_each(self, name: str, values: Any) -> Sequence[Any]:
-        try:
-            each: list[Any] = list(values)
-        except TypeError:
-            raise UsageError(f"reset({name}={values!r:.100}): give one value, or a list of {self.num_envs}.") from None
+        each: list[Any] = list(values)
         if len(each) != self.num_envs:
             raise UsageError(f"{len(each)} values of {name} for {self.num_envs} envs; give one for each.")
         return each
@@ -456,10 +450,6 @@ class MultiEnv:
 
 def _listed(envs: Any) -> list[gymnasium.Env[Any, Any]]:
     """Return a list of envs; the errors say what to write instead."""
-    if isinstance(envs, gymnasium.Env):
-        raise UsageError("MultiEnv: envs is a single env; give a list of them.")
-    if isinstance(envs, str) or not isinstance(envs, Iterable):
-        raise UsageError(f"MultiEnv: envs is {envs!r:.100}; give a list of envs.")
     found: list[Any] = list(envs)
     if not found:
         raise UsageError("MultiEnv: envs is empty; give at least one env.")
@@ -469,8 +459,8 @@ def _listed(envs: Any) -> list[gymnasium.Env[Any, Any]]:
                 f"MultiEnv: env {index} is {env!r:.100}, a {type(env).__name__}; give a gymnasium.Env. "
                 "create_subprocess_envs(env_fns) makes envs of functions."
             )
-    if len(set(map(id, found))) < len(found):
-        raise UsageError("MultiEnv: the same env is given twice; give each its own.")
+    if len({id(env.unwrapped) for env in found}) < len(found):
+        raise UsageError("MultiEnv: the same env is given twice, perhaps in wrappers; give each its own.")
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -437,7 +436,6 @@ class SubprocessEnv(SupervisedEnv):
         fns = [checked_env_fn(env_fn, env_index)]
         super().__init__(Workers(Processes, **options).make(fns, env_index, exact=True))
         spread([self._supervisor])
-        self._owner = os.getpid()
 
     def __del__(self) -> None:
         """Release the process, which closes its env and ends by itself, if close() was not called.
@@ -445,7 +443,7 @@ class SubprocessEnv(SupervisedEnv):
         No ``weakref.finalize``: its registry would hold the supervisor, so the traceback of an exception that it keeps,
         and so the frames that hold this object.
         """
-        if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
+        if "_supervisor" in self.__dict__:
             abandon_all([self._supervisor])
 
 

@@ -16,21 +16,15 @@ class SerialChannel(Channel):
     """Executes a request when its reply is waited for, in the same thread.
 
     Args:
-        make_host: Makes the host; ``multienv.worker.host.Host`` by default.
+        make_host: Makes the host, which serves a segment.
     """
 
     spins = 0  # the reply is there after wait() and not before
 
-    def __init__(self, make_host: Callable[..., Any] | None = None) -> None:
-        if make_host is None:
-            from multienv.worker.host import Host
-
-            make_host = Host
+    def __init__(self, make_host: Callable[[Segment], Any]) -> None:
         self.segment = Segment(-1)
         self.segment.words[PID] = os.getpid()
-        self._host = make_host(
-            self.segment, on_build=lambda build: None, on_keep=lambda number, token: "the trainer's own process"
-        )
+        self._host = make_host(self.segment)
         self._begun = 0
         self._loss: tuple[LossCause, Fate, str] | None = None
 

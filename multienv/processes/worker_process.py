@@ -9,7 +9,6 @@ kills it then.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import errno
 import select
@@ -78,10 +77,7 @@ def run_uninterrupted(function: Callable[[], T]) -> T:
     if threading.current_thread() is not threading.main_thread():
         return function()
     task = Task(function)
-    try:
-        _thread.start_new_thread(task.run, ())
-    except RuntimeError:  # no thread is to be had
-        task.run()
+    task.start_alone()
     task.wait()
     try:
         if task.error is not None:

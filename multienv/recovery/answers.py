@@ -26,7 +26,7 @@ from multienv.wire.segment import Segment
 # Slot and failure → the error to raise.
 ErrorOf = Callable[[int, Failure], Exception]
 # Slot and reason → what info["multienv"] says of a truncation.
-TruncationInfo = Callable[[int, str], dict[str, Any]]
+TruncationInfo = Callable[[str], dict[str, Any]]
 Skipped = Sequence[tuple[int, str]]
 
 
@@ -120,7 +120,7 @@ class Answers:
             return self._unwrapped(segment, read, extras)
         infos: dict[int, Any] = dict(extras.infos) if skipped else {}
         for slot, reason in skipped:
-            final_info = {"multienv": self._truncation_info(slot, reason)}
+            final_info = {"multienv": self._truncation_info(reason)}
             if self._same_step:
                 last = self._last_observation(segment, slot)
                 infos[slot] = {**infos.get(slot, {}), "final_obs": last, "final_info": final_info, **final_info}
@@ -151,7 +151,7 @@ class Answers:
 
     def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply | Transition:
         """Return the honest end of all episodes without a process: what was seen last once more."""
-        infos = [(slot, {"multienv": self._truncation_info(slot, reason)}) for slot, reason in skipped]
+        infos = [(slot, {"multienv": self._truncation_info(reason)}) for slot, reason in skipped]
         if self._codec.exact:
             last = None
             if segment is not None:
@@ -183,7 +183,7 @@ class Answers:
 
     def _extras(self, number: int, rest: bytes) -> tuple[Extras, dict[int, Exception]]:
         """Unpack what a reply carries beside its rows; raise the error of a single env's info that is illegible."""
-        extras, illegible = unpack_extras(rest) if rest else (Extras(), {})
+        extras, illegible = unpack_extras(rest)
         if extras.generators:  # resets at which a replay can begin
             self.started, self.generators = number, extras.generators
         if extras.spaces:
@@ -224,7 +224,7 @@ class Answers:
                 read.truncated_errors[slot] = reply.errors.pop(slot)
                 what = extras.failures[slot]
                 reason = f"The env raised {what.type_name}: {what.text}"
-                final_info = {"multienv": self._truncation_info(slot, reason)}
+                final_info = {"multienv": self._truncation_info(reason)}
                 infos[slot] = {**infos.get(slot, {}), **final_info}
                 reply.rewards[slot] = 0.0
                 if self._same_step:

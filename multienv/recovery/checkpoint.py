@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from multienv.sometimes import sometimes
 from multienv.wire.messages import KeepSnapshot
 
 # Version of the dict that state_dict() returns.
-_VERSION = 10
+_VERSION = 11
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
 _tokens = count(1)
@@ -207,8 +208,8 @@ class Checkpoints:
                 "state_dict(): what drove the env is not all known: its RestartPolicy does not replay, or the episode "
                 "has outgrown its journal_limit or replay_limit. Once the next episode has ended it is known again."
             )
-        state = {"version": _VERSION, **self.position()}
-        return state | {"digest": _digest_of(state)}
+        position = pickle.dumps(self.position(), protocol=5)
+        return {"version": _VERSION, "position": position, "digest": _digest_of(position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Bring the envs to this state in a new process, verified. Raises UsageError, NotRestoredError."""
@@ -221,24 +222,25 @@ class Checkpoints:
                 f"load_state_dict(): this is what the state_dict() of another multienv returned, its version is "
                 f"{state['version']!r:.20}. This one knows version {_VERSION}."
             )
-        if state.get("digest") != _digest_of(state):
+        if state.get("digest") != _digest_of(state.get("position")):
             raise UsageError("load_state_dict(): this state is damaged: it is not what state_dict() returned.")
         journal = worker.position.journal
         if not journal.replaying:
             raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
-        if state["journal"]["stride"] != journal.stride or len(state["seeds"]) != worker.rules.slots:
+        position = pickle.loads(state["position"])
+        if position["journal"]["stride"] != journal.stride or len(position["seeds"]) != worker.rules.slots:
             raise NotRestoredError(
                 "load_state_dict(): this state is that of other envs. Is the env_fn the same? "
                 "The env is as it was before."
             )
         try:
-            channel = self._replayed(state, worker.recoverer.begin(planned=True))
+            channel = self._replayed(position, worker.recoverer.begin(planned=True))
         except Unrecoverable as reason:
             raise NotRestoredError(
                 f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
                 "The env is as it was before."
             ) from reason.with_traceback(None)
-        self._move_to(state, channel)
+        self._move_to(position, channel)
 
     # --- both ---------------------------------------------------------------------------------------
 
@@ -277,25 +279,6 @@ class Checkpoints:
         worker.move_to(position, state, channel)
 
 
-def _digest_of(state: dict[str, Any]) -> bytes:
-    """Return a digest of all that a checkpoint holds, to find damage before anything of it is executed."""
-    digest = blake2b(digest_size=16)
-    for key in sorted(state, key=str):
-        if key != "digest":
-            _feed(digest.update, (key, state[key]))
-    return digest.digest()
-
-
-def _feed(update: Callable[[bytes], None], value: Any) -> None:
-    if isinstance(value, bytes):
-        update(b"bytes %d:" % len(value) + value)
-    elif isinstance(value, dict):
-        update(b"%d pairs:" % len(value))
-        for key in sorted(value, key=str):
-            _feed(update, (key, value[key]))
-    elif isinstance(value, list | tuple):
-        update(b"%d values:" % len(value))
-        for one in value:
-            _feed(update, one)
-    else:
-        update(f"{value!r};".encode())
+def _digest_of(position: Any) -> bytes:
+    """Return a digest of a pickled position, to find damage before anything of it is executed."""
+    return blake2b(position, digest_size=16).digest() if isinstance(position, bytes) else b""

@@ -109,7 +109,7 @@ class Reporter:
             failure, index=self.index_of(slot), command=command, step=step, seed=self.seed_of(slot, command)
         )
 
-    def truncation_info(self, slot: int, reason: str) -> dict[str, Any]:
+    def truncation_info(self, reason: str) -> dict[str, Any]:
         """Return the value of info["multienv"] for a truncated episode."""
         info: dict[str, Any] = {"reason": reason, "recovery": "truncated"}
         last = self.last_recovery

@@ -175,7 +175,7 @@ class RolloutReader:
             bank.truncated[list(failed)] = True
             by_slot = dict(infos)
             for slot, error in failed.items():
-                final_info = {"multienv": self._truncation_info(slot, str(error))}
+                final_info = {"multienv": self._truncation_info(str(error))}
                 by_slot[slot] = {**by_slot.get(slot, {}), **final_info}
                 if self._same_step:
                     last = observations[slot] if observations else codec.row(aside, read.number, slot)

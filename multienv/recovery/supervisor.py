@@ -1326,6 +1326,8 @@ class Supervisor:
 
     def abandon(self) -> Channel | None:
         """Release all without waiting; return the channel to the process, if there is one, for ``let_go()``."""
+        if self._is_foreign:  # a forked child leaves the trainer's workers alone
+            return None
         self._closed = True
         channel, self.channel = self.channel, None
         self._release()

@@ -49,13 +49,13 @@ def differences(
         if one != other or MARK in one.record or MARK in one.evidence:
             waiting = {slot for slot, start in starts.items() if index < start}
             starting = set() if exact else {slot for slot, start in starts.items() if index == start}
-            for slot, what in _of_entries(one, other, layout, exact, waiting, starting).items():
+            for slot, what in _of_entries(one, other, layout, waiting, starting).items():
                 found.setdefault(slot, f"{what} at request {index + 1} of {len(before)}")
     return found
 
 
 def _of_entries(
-    one: Entry, other: Entry, layout: BankLayout, exact: bool, waiting: AbstractSet[int], starting: AbstractSet[int]
+    one: Entry, other: Entry, layout: BankLayout, waiting: AbstractSet[int], starting: AbstractSet[int]
 ) -> dict[int, str]:
     everyone = [slot for slot in range(layout.slots) if slot not in waiting]
     if one.record[2] != other.record[2]:

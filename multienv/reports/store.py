@@ -15,8 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from multienv.errors import UsageError
-
 logger = logging.getLogger("multienv")
 
 VARIABLE = "MULTIENV_REPORTS"
@@ -43,20 +41,12 @@ def directory_for(reports: Any) -> Path | None:
 
     Args:
         reports: A directory; ``""``: no reports; ``None``: as MULTIENV_REPORTS says, else in the user's cache.
-
-    Raises:
-        UsageError: It is neither a path nor a string.
     """
     if reports is None:
         reports = os.environ.get(VARIABLE)
     if reports is None:
         return _default_directory()
-    try:
-        named = os.fspath(reports)
-    except TypeError:
-        named = reports
-    if not isinstance(named, str):
-        raise UsageError(f"reports is {reports!r:.100}; give a directory, or '' for no reports.")
+    named = os.fspath(reports)
     return Path(os.path.expanduser(named)).absolute() if named else None  # noqa: PTH111 - as above
 
 

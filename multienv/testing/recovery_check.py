@@ -8,50 +8,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multienv import SubprocessEnv
-from multienv.testing.killer import Killer, KillManner
-from multienv.testing.side_by_side import ENOUGH_MISMATCHES, PATIENT, EnvFn, SideBySide
+from multienv import create_subprocess_envs
+from multienv.testing.killer import Killer, KillManner, worker_pids
+from multienv.testing.side_by_side import ENOUGH_MISMATCHES, PATIENT, UNDISTURBED, EnvFn, SideBySide
 
 
 @dataclass(frozen=True)
 class RecoveryCheck:
-    """Holds the outcome of :func:`check_env_recovers`: an env whose process was killed again and again.
+    """Holds the outcome of :func:`check_env_recovers`: envs whose processes were killed again and again.
 
     Attributes:
         asked: Number of kills that you asked for.
         kills: Number of kills that were delivered.
-        exact: Number of kills after which the trajectory went on bit for bit as without them, from a snapshot or from
-            all that happened since the env was built.
-        replayed: Number of kills after which the trajectory went on so far bit for bit, repeated from a reset. An env
-            that remembers something from before that reset may go on otherwise.
-        truncated: Number of kills after which the episode was truncated, because its recovery could not be shown exact.
-        strayed: Differences from the undisturbed env after a recovery that was only ``"replayed"``: the env carries
+        steps: Env steps that were compared with undisturbed envs.
+        losses: Number of workers that were lost. A signal may hit a worker that is dead or stopped already.
+        exact: Number of losses after which the episode went on from a snapshot, or from all that happened since the env
+            was built.
+        replayed: Number of losses after which the episode went on, repeated from a reset. An env that remembers
+            something from before that reset may go on otherwise.
+        truncated: Reasons of the episodes that ended, or the errors that were raised, because of a loss.
+        strayed: Differences from the undisturbed envs after a recovery that was only ``"replayed"``: the env carries
             memory across resets.
-        mismatches: Differences from the undisturbed env that multienv did not report; must be empty.
+        mismatches: Differences from the undisturbed envs that multienv did not report; must be empty.
+        undisturbed: A difference that appears without any kill, looked for after a difference; ``""`` if there is none.
+            The env itself is not deterministic then, and the check says nothing about recovery.
     """
 
     asked: int
     kills: int = 0
+    steps: int = 0
+    losses: int = 0
     exact: int = 0
-    truncated: int = 0
     replayed: int = 0
+    truncated: tuple[str, ...] = ()
     strayed: tuple[str, ...] = ()
     mismatches: tuple[str, ...] = ()
+    undisturbed: str = ""
 
     @property
     def is_honest(self) -> bool:
         """Return whether no difference went unreported."""
-        return not self.mismatches
+        return not self.mismatches and not self.undisturbed
 
     @property
     def is_exact(self) -> bool:
-        """Return whether every kill that you asked for was delivered and recovered from exactly."""
-        return self.is_honest and self.exact == self.kills == self.asked
+        """Return whether every kill that you asked for was delivered, and every loss was recovered from exactly."""
+        return self.is_honest and self.kills == self.asked and self.exact == self.losses
 
     def raise_if_inexact(self) -> None:
         """Raise AssertionError unless all recoveries were exact."""
@@ -65,9 +74,14 @@ class RecoveryCheck:
 
     def _described(self) -> str:
         count = f"of {self.asked} kills asked for {self.kills} were delivered"
-        outcome = f"{self.exact} recovered from exactly, {self.replayed} replayed from a reset, "
-        outcome += f"{self.truncated} by truncation"
-        return "\n  ".join([f"{count}, {outcome}", *self.strayed, *self.mismatches])
+        outcome = (
+            f"of {self.losses} losses {self.exact} recovered from exactly, {self.replayed} replayed from a reset, "
+        )
+        outcome += f"{len(self.truncated)} by truncation"
+        lines = [f"{count}, {outcome}", *self.truncated, *self.strayed, *self.mismatches]
+        if self.undisturbed:
+            lines.append(f"The env is not deterministic: without any kill, two processes differ {self.undisturbed}")
+        return "\n  ".join(lines)
 
 
 def check_env_recovers(
@@ -75,62 +89,91 @@ def check_env_recovers(
     *,
     steps: int = 200,
     kills: int = 5,
+    num_envs: int = 1,
     seed: int = 0,
-    manner: KillManner = "SIGKILL",
+    manners: Sequence[KillManner] = ("SIGKILL",),
+    interval: tuple[float, float] | None = None,
+    seconds: float = float("inf"),
     make_env: Callable[[EnvFn], Any] | None = None,
     **options: Any,
 ) -> RecoveryCheck:
-    """Run an env in a process that is killed, next to an undisturbed one, and compare the two bit by bit.
+    """Run envs in processes that are killed, next to undisturbed ones, and compare them bit by bit.
 
-    Both envs get the same seed at the first reset, no seed later, and the same random actions. The kills come just
-    before steps that the seed chooses, possibly the first step of an episode. When a recovery truncates an episode
-    (``info["multienv"]``), or a difference is found, both envs are built anew with another seed. After five differences
-    the check ends.
+    Both get the same seed at the first reset, no seed later, and the same random actions. When a recovery truncates an
+    episode (``info["multienv"]``), or a difference is found, all envs are built anew with another seed. After a
+    difference the same steps are also taken without kills: if the env differs then too, the check ends. It also ends
+    after five differences.
 
     Args:
         env_fn: Function that builds your env, which must be deterministic under its seed.
-        steps: Number of steps in all.
-        kills: Number of steps before which the process is killed; at most ``steps``.
-        seed: Seed of the choice of env seeds, actions and steps to kill before.
-        manner: The signal.
+        steps: Number of steps in all, unless `interval` is given.
+        kills: Number of kills; at most one before each of the ``steps``.
+        num_envs: Number of envs.
+        seed: Seed of the choice of env seeds, actions, victims, signals and moments.
+        manners: The signals to choose from. A worker stopped by SIGSTOP hangs, and is killed at its deadline.
+        interval: ``None``: the kills come just before steps that the seed chooses, possibly the first step of an
+            episode. Or the shortest and the longest pause between two kills, in seconds: they come at any moment, and
+            the check ends after the last one.
+        seconds: End after this time.
         make_env: Function that makes an env from ``env_fn``; its ``statistics().pid`` is the process to kill. ``None``:
-            ``SubprocessEnv(env_fn, **options)``.
-        options: Options for SubprocessEnv; the default deadline is a minute for a step or a reset. The undisturbed env
-            has the same ``worker_env``.
+            ``create_subprocess_envs([env_fn] * num_envs, **options)``.
+        options: Options for SubprocessEnv; the default deadline is a minute for a step or a reset. The undisturbed envs
+            have the same ``worker_env``.
     """
-    if not 0 <= kills <= steps:
+    if interval is None and not 0 <= kills <= steps:
         raise ValueError(f"there must be at least as many steps as kills, not {steps} steps and {kills} kills")
     # No reports: reports of kills on purpose would push out the reports of real losses.
-    make = make_env or (lambda env_fn: SubprocessEnv(env_fn, **{"reports": "", "deadlines": PATIENT, **options}))
-    doomed = frozenset(random.Random(seed).sample(range(steps), kills))
-    check, step, attempt = RecoveryCheck(asked=kills), 0, seed
-    while step < steps and len(check.mismatches + check.strayed) < ENOUGH_MISMATCHES:
-        with SideBySide(env_fn, lambda: [make(env_fn)], 1, attempt, options.get("worker_env")) as pair:
-            killer, replays = Killer(pair.struck.envs[0], manners=(manner,)), 0
-            while step < steps and pair.agree:
-                killed = step in doomed and killer.strike()
-                pair.step()
-                step += 1
-                was_replayed = killed and _outcome(pair.struck.envs[0]) == "replayed"
-                replays += was_replayed
-                check = replace(
-                    check,
-                    kills=check.kills + killed,
-                    exact=check.exact + (killed and pair.agree and not was_replayed),
-                    replayed=check.replayed + (was_replayed and pair.agree),
-                    truncated=check.truncated + bool(pair.reasons),
-                )
-            if pair.mismatch:
-                text = f"after step {step} (seed {attempt}): {pair.mismatch}"
-                if replays:
-                    check = replace(check, strayed=(*check.strayed, text))
-                else:
-                    check = replace(check, mismatches=(*check.mismatches, text))
-        attempt += 1
+    options = {"reports": "", "deadlines": PATIENT, **options}
+    fns = [env_fn] * num_envs
+    undisturbed: dict[str, Any] = {"worker_env": options.get("worker_env"), **UNDISTURBED}
+    until, dice, attempt = time.monotonic() + seconds, random.Random(seed), seed
+    doomed = dice.sample(range(steps), kills) if interval is None else []
+    check, step = RecoveryCheck(asked=kills), 0
+
+    def is_done(delivered: int = 0) -> bool:
+        enough = step >= steps if interval is None else check.kills + delivered >= kills
+        return enough or time.monotonic() >= until
+
+    while not is_done() and len(check.mismatches + check.strayed) < ENOUGH_MISMATCHES and not check.undisturbed:
+        began = step
+        struck: Sequence[Any] = [make_env(env_fn) for _ in fns] if make_env else create_subprocess_envs(fns, **options)
+        with SideBySide(struck, create_subprocess_envs(fns, **undisturbed), attempt) as pair:
+            killer = Killer(
+                lambda envs=struck: [pid for env in envs for pid in worker_pids(env)],
+                manners=manners,
+                interval=interval or (0.0, 0.0),
+                kills=kills - check.kills,
+                seed=dice.randrange(2**32),
+            )
+            with killer if interval else contextlib.nullcontext():
+                while pair.agree and not is_done(killer.delivered):
+                    if step in doomed:
+                        killer.strike()
+                    pair.step()
+                    step += 1
+            if interval:
+                pair.step()  # what the last strike has done shows here
+            told = [env.statistics() for env in struck]
+        check = replace(
+            check,
+            kills=check.kills + killer.delivered,
+            steps=check.steps + (step - began) * num_envs,
+            losses=check.losses + sum(one.losses for one in told),
+            exact=check.exact + sum(one.exact_recoveries for one in told),
+            replayed=check.replayed + sum(one.replayed_recoveries for one in told),
+            truncated=(*check.truncated, *pair.reasons),
+        )
+        if pair.mismatch:
+            where = f"after {check.steps} steps (seed {attempt})"
+            twins = create_subprocess_envs(fns, **undisturbed), create_subprocess_envs(fns, **undisturbed)
+            with SideBySide(*twins, attempt) as again:
+                for _ in range(began, step + 1):
+                    again.step()
+            if again.mismatch:
+                check = replace(check, undisturbed=f"{where}: {again.mismatch}")
+            elif any(one.replayed_recoveries for one in told):
+                check = replace(check, strayed=(*check.strayed, f"{where}: {pair.mismatch}"))
+            else:
+                check = replace(check, mismatches=(*check.mismatches, f"{where}: {pair.mismatch}"))
+        attempt += 1000
     return check
-
-
-def _outcome(env: Any) -> str:
-    """Return the outcome of the last recovery of an env."""
-    last = env.statistics().last_recovery
-    return "" if last is None else str(last.outcome)

@@ -10,8 +10,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from multienv import Deadlines, MultiEnv, RestartPolicy, create_subprocess_envs
-from multienv.envs.building import WorkerEnv
+from multienv import Deadlines, MultiEnv, RestartPolicy
 from multienv.errors import EnvsFailedError, WorkerLostError
 from multienv.recovery.verification import same
 
@@ -39,35 +38,24 @@ class SideBySide:
     processes of their own, too: an env that crashes by itself does not take this one with it.
 
     Args:
-        env_fn: Builds the env, deterministic under its seed.
-        make: Builds the envs that are struck.
-        num_envs: How many.
+        struck: The envs that are struck; closed with the context.
+        calm: As many of the same envs, undisturbed; closed, too.
         seed: Decides seeds and actions.
-        worker_env: Variables of the undisturbed processes: those that the others have.
 
     Attributes:
-        struck: The batch that is struck.
         mismatch: What differed; ``""``: nothing.
-        reasons: Why episodes were ended, because of a loss; or how an undisturbed env was lost by itself.
+        reasons: Why episodes were ended, or errors raised, because of a loss; also a loss of an undisturbed env.
     """
 
-    def __init__(
-        self,
-        env_fn: EnvFn,
-        make: Callable[[], Sequence[Any]],
-        num_envs: int,
-        seed: int,
-        worker_env: WorkerEnv = None,
-    ) -> None:
+    def __init__(self, struck: Sequence[Any], calm: Sequence[Any], seed: int) -> None:
         self.mismatch = ""
         self.reasons: list[str] = []
         with contextlib.ExitStack() as stack:
-            calm = create_subprocess_envs([env_fn] * num_envs, worker_env=worker_env, **UNDISTURBED)
             self._calm: MultiEnv = stack.enter_context(MultiEnv(calm))
-            self.struck: MultiEnv = stack.enter_context(MultiEnv(make()))
+            self._struck: MultiEnv = stack.enter_context(MultiEnv(struck))
             self._actions = copy.deepcopy(self._calm.action_space)
             self._actions.seed(seed)
-            self._compare("reset", self.struck.reset(seed=seed)[0], self._calm.reset(seed=seed)[0])
+            self._compare("reset", self._struck.reset(seed=seed)[0], self._calm.reset(seed=seed)[0])
             self._stack = stack.pop_all()
 
     def __enter__(self) -> SideBySide:  # noqa: PYI034 - Self needs Python 3.11
@@ -87,19 +75,19 @@ class SideBySide:
         """Step both batches, if they have not parted."""
         if not self.agree:
             return
-        actions = [self._actions.sample() for _ in self.struck.envs]
-        seen = self.struck.step(copy.deepcopy(actions))
-        told = [info.get("multienv", {}) for info in seen[4] if info]
-        self.reasons = [one["reason"] for one in told if "reason" in one]
-        if self.reasons:
-            return
+        actions = [self._actions.sample() for _ in self._calm.envs]
         try:
+            seen = self._struck.step(copy.deepcopy(actions))
+            told = [info.get("multienv", {}) for info in seen[4] if info]
+            self.reasons = [one["reason"] for one in told if "reason" in one]
+            if self.reasons:
+                return
             expected = self._calm.step(actions)
         except EnvsFailedError as failed:
             lost = [error for error in failed.failures.values() if isinstance(error, WorkerLostError)]
             if len(lost) < len(failed.failures):
                 raise
-            self.reasons = [f"Undisturbed, too: {str(error).splitlines()[0]}" for error in lost]
+            self.reasons = [str(error).partition("\n")[0] for error in lost]
             return
         names = ("observations", "rewards", "terminated", "truncated")
         for name, one, other in zip(names, seen, expected, strict=False):

@@ -309,11 +309,6 @@ def reset_options(options: Any, num_envs: int) -> tuple[list[Any], Array | None]
         of_all = dict(options)
         mask = check_mask(of_all.pop("reset_mask"), num_envs) if "reset_mask" in of_all else None
         return [dict(of_all) for _ in range(num_envs)], mask
-    if not isinstance(options, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in options):
-        raise TypeError(
-            f"reset(): options is {shown(options)}; give a dict, None, or a list of these for each env. Nothing was "
-            "sent."
-        )
     if len(options) != num_envs:
         raise UsageError(f"reset(): options has {len(options)} items for {num_envs} envs. Nothing was sent.")
     return [None if one is None else dict(one) for one in options], None

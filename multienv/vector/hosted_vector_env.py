@@ -45,7 +45,7 @@ from multienv.errors import (
 from multienv.events import Statistics
 from multienv.recovery.rollouts import RolloutReply
 from multienv.recovery.state_machine import Process
-from multienv.recovery.supervisor import Supervisor
+from multienv.recovery.supervisor import Supervisor, abandon_all
 from multienv.threads import close_at_once
 from multienv.vector.batching import (
     Rows,
@@ -987,6 +987,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def statistics(self) -> list[Statistics]:
         """Return counters and state of each worker. A step of the batch counts as one step of each worker."""
         return [self._pace.add_seconds(worker.statistics()) for worker in self._workers]
+
+    def __del__(self) -> None:
+        """Release the processes, which close their envs and end by themselves, if close() was not called."""
+        abandon_all(self.__dict__.get("_workers", ()))
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """Ask the workers to end, and kill them after ``Deadlines.close`` seconds. A second call does nothing.

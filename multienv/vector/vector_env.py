@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
@@ -14,7 +13,6 @@ from multienv.cores import busy_cores, spread
 from multienv.envs.building import EnvFn, Processes, SerialWorkers, Workers, listed_env_fns
 from multienv.errors import EnvsFailedError, UsageError
 from multienv.events import Hook
-from multienv.recovery.supervisor import abandon_all
 from multienv.vector.batching import deal
 from multienv.vector.hosted_vector_env import BatchOptions, HostedVectorEnv, VectorOptions
 
@@ -86,7 +84,6 @@ class SubprocessVectorEnv(HostedVectorEnv):
                 "could not be recovered. Leave it out, and put what it does into env_fn or a wrapper."
             )
         sizes = deal(len(self.env_fns), envs_per_worker, busy_cores(), max_concurrency)
-        self._owner = os.getpid()
         workers, place = partial(Workers, Processes), spread if bind_cores else None
         try:
             super().__init__(self.env_fns, sizes, workers, place, **options)
@@ -104,11 +101,6 @@ class SubprocessVectorEnv(HostedVectorEnv):
             return
         self.closed = False
         super().__init__(self.env_fns, [1] * len(self.env_fns), workers, place, **options)
-
-    def __del__(self) -> None:
-        """Release the processes, which close their envs and end by themselves, if close() was not called."""
-        if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
-            abandon_all(self.__dict__.get("_workers", ()))
 
 
 class SerialVectorEnv(HostedVectorEnv):

@@ -248,9 +248,9 @@ def pack_pickled_rows(evidence: bytes, pickled_rows: bytes) -> bytes:
     return LENGTH.pack(len(evidence)) + evidence + pickled_rows if evidence else b""
 
 
-def is_plain(record: bytes | memoryview, start: int = 0) -> bool:
+def is_plain(record: bytes | memoryview) -> bool:
     """Tell whether an entry is a step, or a reset, without payload: its length is that of the record."""
-    kind, tag, reply_kind, flags = record[start : start + 4]
+    kind, tag, reply_kind, flags = record[:4]
     is_laid_out = kind == BEGIN or (kind == STEP and tag & ~SKIPPED != 0)
     return is_laid_out and reply_kind == STEPPED and not flags & PICKLED_ROWS
 

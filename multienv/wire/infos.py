@@ -198,17 +198,17 @@ def _named(names: bytes) -> Columns:
     return Columns(keys, tuple(_TYPES[code] for code in codes))
 
 
-def unpack_extras(payload: bytes, start: int = 0) -> tuple[Extras, dict[int, Exception]]:
-    """Unpack what the payload of a reply holds from ``start`` on.
+def unpack_extras(payload: bytes) -> tuple[Extras, dict[int, Exception]]:
+    """Unpack what the payload of a reply holds.
 
     Returns:
         What it holds, and for each slot whose info cannot be unpickled here why.
     """
-    if len(payload) == start:
+    if not payload:
         return Extras(), {}
-    if payload[start] == _NUMBERS:
-        return Extras(NumberInfos.of(payload[start:])), {}
-    pickled, failures, generators, spaces = pickle.loads(memoryview(payload)[start:])
+    if payload[0] == _NUMBERS:
+        return Extras(NumberInfos.of(payload)), {}
+    pickled, failures, generators, spaces = pickle.loads(payload)
     infos: list[tuple[int, Any]] = []
     illegible: dict[int, Exception] = {}
     for slot, data in pickled:

@@ -50,8 +50,7 @@ CORE = 50  # 1 + the core to run on while steps are short; 0: any (trainer)
 SPINNERS = 51  # so many workers share a core, and spin before they sleep; 0: do not spin (trainer)
 RESTARTS = 52  # processes that were started in place of lost ones, up to this one (trainer)
 BANK_SIZE = 53  # bytes of one bank; 0: not laid out yet (both, the same)
-PAYLOADS = 48  # where longer payload begins (trainer)
-PAYLOAD_SIZE = 49  # the most bytes of it; there are four areas (trainer)
+FILE_LIMIT = 48  # bytes that the file may have: a half for the banks, an eighth for each longer payload (trainer)
 PID = 56  # the process that serves this segment (worker)
 SNAPSHOTS = 57  # forked snapshots it has taken (worker)
 OBSTACLE = 58  # index into snapshots.OBSTACLES: why it takes none (worker)
@@ -63,8 +62,7 @@ SHARED = 64  # 1: the first byte on the wake socket brings the file that the wor
 
 _SHORT_PAYLOAD = 2048
 _SHORT = 512
-_PAYLOADS = 2**40
-_PAYLOAD_SIZE = 2**36
+_FILE_LIMIT = 2**41
 _UNUSED = 2**42
 
 
@@ -119,11 +117,8 @@ class Segment:
         except BaseException:
             os.close(descriptor)
             raise
-        # A finite ulimit -f holds for this file too: one half of it is for the banks, an eighth for each payload.
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        is_limited = limit != resource.RLIM_INFINITY
-        segment.words[PAYLOADS] = min(_PAYLOADS, limit // 2) if is_limited else _PAYLOADS
-        segment.words[PAYLOAD_SIZE] = min(_PAYLOAD_SIZE, limit // 8) if is_limited else _PAYLOAD_SIZE
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # ulimit -f holds for this file too
+        segment.words[FILE_LIMIT] = _FILE_LIMIT if limit == resource.RLIM_INFINITY else min(limit, _FILE_LIMIT)
         return segment
 
     def lay_out(self, layout: BankLayout) -> None:
@@ -135,7 +130,7 @@ class Segment:
         if self.descriptor < 0 and layout == self.layout:
             return  # trainer and host share this very object
         size = CONTROL_SIZE + 2 * layout.size
-        if self.descriptor >= 0 and size > self.words[PAYLOADS]:
+        if self.descriptor >= 0 and size > self._offset(0):
             raise _too_large(size, 2 * size)
         if self.descriptor >= 0 and os.fstat(self.descriptor).st_size < size:
             # A byte written behind the banks only ever makes the file longer. Both sides may do it at the same time.
@@ -190,10 +185,9 @@ class Segment:
         if self.descriptor < 0:
             self._long[area] = data
             return
-        most = self.words[PAYLOAD_SIZE]
-        if len(data) > most:
+        if len(data) > self.words[FILE_LIMIT] // 8:
             raise _too_large(len(data), 8 * len(data))
-        rest, offset = memoryview(data), self.words[PAYLOADS] + area * most
+        rest, offset = memoryview(data), self._offset(area)
         while rest:
             written = os.pwrite(self.descriptor, rest, offset)
             rest, offset = rest[written:], offset + written
@@ -203,7 +197,7 @@ class Segment:
             return bytes(self._short[area][:length])
         if self.descriptor < 0:
             return self._long.get(area, b"")[:length]
-        offset = self.words[PAYLOADS] + area * self.words[PAYLOAD_SIZE]
+        offset = self._offset(area)
         data = os.pread(self.descriptor, length, offset)
         while len(data) < length:  # the kernel hands out 2 GiB at a time
             more = os.pread(self.descriptor, length - len(data), offset + len(data))
@@ -211,6 +205,9 @@ class Segment:
                 raise EOFError(f"{length} bytes of payload were announced, {len(data)} are there")
             data += more
         return data
+
+    def _offset(self, area: int) -> int:
+        return (4 + area) * (self.words[FILE_LIMIT] // 8)
 
     def close(self) -> None:
         """Close the descriptor; the memory stays mapped, without the long payload."""

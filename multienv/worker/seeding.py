@@ -8,7 +8,6 @@ in an attribute, or shows as ``np_random``. A count of episodes is saved and res
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import pickle
 import random
@@ -29,8 +28,6 @@ _USUAL = "_np_random"
 _USUAL_SEED = "_np_random_seed"
 _SHOWN = "np_random"
 _SPACES = ("action_space", "observation_space")
-# Bytes of a Mersenne twister: 624 words, and how many of them are used up.
-_BITS = 4 * 624 + 4
 
 
 def seed_process(seeds: Sequence[int]) -> None:
@@ -55,40 +52,16 @@ def give_generator(env: Env, draw: int) -> None:
         inner._np_random, inner._np_random_seed = np_random(draw)
 
 
-class ProcessGenerators:
-    """Saves the state of ``random`` and ``numpy.random``: anew only if it has changed, as few envs draw from them."""
-
-    def __init__(self) -> None:
-        self._random: Any = None
-        self._numpy = b""
-        self._has_gauss = True  # numpy.random holds a normal number beside its bits, or it is not known
-        self._states = b""
-
-    def with_those_of(self, env: Env) -> bytes:
-        """Return the states of the process's generators and of all that are found in an env."""
-        packed: dict[int, Any] = {}  # an env may hold one under several names
-        generators = {}
-        for place, holder, name in _generators(env):
-            generator = getattr(holder, name)
-            generators[place] = packed.setdefault(id(generator), _packed(generator))
-        # Without the seed beside the generator gymnasium would draw both anew when `np_random_seed` is read.
-        return pickle.dumps((self._told(), getattr(env.unwrapped, _USUAL_SEED, None), generators), protocol=5)
-
-    def _told(self) -> bytes:
-        drawn, bits = random.getstate(), _bits_of_numpy()
-        if not bits or self._has_gauss or drawn != self._random or bits != self._numpy:
-            legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-            self._states = pickle.dumps((drawn, legacy), protocol=5)
-            self._random, self._numpy, self._has_gauss = drawn, bits, bool(legacy["has_gauss"])
-        return self._states
-
-
-def _bits_of_numpy() -> bytes:
-    """Return what ``numpy.random`` draws from, without its 30 µs for a readable state; ``b""`` if it is not known."""
-    source = getattr(np.random, "get_bit_generator", lambda: None)()  # numpy 1.24
-    if type(source) is not np.random.MT19937:
-        return b""
-    return ctypes.string_at(source.ctypes.state_address, _BITS)
+def states_of(env: Env) -> bytes:
+    """Return the states of the process's generators and of all that are found in an env."""
+    packed: dict[int, Any] = {}  # an env may hold one under several names
+    generators = {}
+    for place, holder, name in _generators(env):
+        generator = getattr(holder, name)
+        generators[place] = packed.setdefault(id(generator), _packed(generator))
+    of_process = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+    # Without the seed beside the generator gymnasium would draw both anew when `np_random_seed` is read.
+    return pickle.dumps((of_process, getattr(env.unwrapped, _USUAL_SEED, None), generators), protocol=5)
 
 
 def _packed(generator: Any) -> Any:
@@ -109,7 +82,7 @@ def _unpacked(packed: Any) -> Any:
 
 
 def restore(env: Env, data: bytes, *, of_process: bool = True) -> None:
-    """Put back what :meth:`ProcessGenerators.with_those_of` returned, into a newly built env of the same kind.
+    """Put back what :func:`states_of` returned, into a newly built env of the same kind.
 
     Args:
         env: The env.
@@ -128,9 +101,8 @@ def restore(env: Env, data: bytes, *, of_process: bool = True) -> None:
                 holder = getattr(holder, name)
             _put_back(holder, path[-1], unpacked.setdefault(id(packed), _unpacked(packed)))
     if of_process:
-        state_of_random, state_of_numpy = pickle.loads(process)
-        random.setstate(state_of_random)
-        np.random.set_state(state_of_numpy)  # noqa: NPY002
+        random.setstate(process[0])
+        np.random.set_state(process[1])  # noqa: NPY002
 
 
 def renew(env: Env) -> None:

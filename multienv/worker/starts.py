@@ -56,7 +56,6 @@ class Starts:
         self._first = dict(first)
         # Where some envs of the process are in the middle of an episode, those that it shares are left to them.
         self._is_of_all = len(first) == len(envs)
-        self._process = seeding.ProcessGenerators()
         self._cost = _COST
         self._with_payload = 0  # bytes of the requests that do not lie in banks
         # Of each slot's last start: number of the request; and what resets and recorded calls had taken, and requests
@@ -71,7 +70,7 @@ class Starts:
 
     def states_of(self, slots: Sequence[int]) -> dict[int, bytes]:
         """Return the present states of the generators of these slots."""
-        return {slot: self._process.with_those_of(self._envs[slot]) for slot in slots}
+        return {slot: seeding.states_of(self._envs[slot]) for slot in slots}
 
     def before_reset(self, slot: int) -> None:
         """Note that the env of a slot is about to be reset."""
@@ -90,7 +89,7 @@ class Starts:
                 self._restored = recorded
         elif self._share and (self.generators or self._is_due(slot)):  # envs that are reset together begin together
             began = time.perf_counter()
-            self.generators[slot] = self._process.with_those_of(self._envs[slot])
+            self.generators[slot] = seeding.states_of(self._envs[slot])
             self._last[slot] = self.segment.words[BUSY], self.segment.times[OTHER_SECONDS], self._with_payload
             # As it is where nothing else wants the core.
             self._cost = min(time.perf_counter() - began, _GROWTH * self._cost)

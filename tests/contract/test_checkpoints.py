@@ -61,11 +61,12 @@ def test_another_env_goes_on_bit_for_bit(name: str, steps: int) -> None:
         before = go_on(env, actions[:steps], ended=False)
         ended = bool(before) and any(before[-1][2:])
         state = pickle.loads(pickle.dumps(env.state_dict()))
+        taken = env.statistics().steps
         expected = go_on(env, actions, ended=ended)
     with SubprocessEnv(env_fn) as other:
         other.reset(seed=99)
         other.load_state_dict(state)
-        assert other.statistics().steps == state["steps"]
+        assert other.statistics().steps == taken
         kill_worker(other)  # it can be recovered as any other
         actual = go_on(other, actions, ended=ended)
         assert other.statistics().exact_recoveries == 1
@@ -133,7 +134,7 @@ def test_a_damaged_one_is_refused() -> None:
         state = env.state_dict()
         pid = env.statistics().pid
         worse = list(damaged(state))
-        assert len(worse) > 40
+        assert len(worse) > 10
         for one in worse:
             with pytest.raises(UsageError, match="state_dict"):
                 env.load_state_dict(one)

@@ -9,7 +9,7 @@ from functools import partial
 import gymnasium
 import pytest
 
-from kit import CounterEnv
+from kit import CounterEnv, NondeterministicEnv
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.testing import RecoveryCheck, check_env_recovers
 
@@ -54,7 +54,7 @@ class Drifting(Dishonest):
 
 def test_an_exact_env_passes():
     check = check_env_recovers(CounterEnv, make_env=Quiet, steps=30, kills=4, seed=1)
-    assert check == RecoveryCheck(asked=4, kills=4, exact=4)
+    assert check == RecoveryCheck(asked=4, kills=4, steps=30, losses=4, exact=4)
     assert check.is_exact
     check.raise_if_inexact()
     check.raise_if_dishonest()
@@ -62,7 +62,7 @@ def test_an_exact_env_passes():
 
 def test_a_truncating_env_is_honest_but_not_exact():
     check = check_endless(make_env=Truncating, kills=3)
-    assert check == RecoveryCheck(asked=3, kills=3, truncated=3)
+    assert (check.kills, check.losses, check.exact, len(check.truncated)) == (3, 3, 0, 3)
     check.raise_if_dishonest()
     with pytest.raises(AssertionError, match="3 by truncation"):
         check.raise_if_inexact()
@@ -96,7 +96,22 @@ class AlwaysAsked(SubprocessEnv):
 def test_an_env_that_crashes_by_itself_is_told_and_does_not_take_this_process_with_it():
     check = check_env_recovers(CrashesByItself, steps=9, kills=1, make_env=AlwaysAsked)
     assert check.is_honest
-    assert check.truncated == 2
+    assert len(check.truncated) == 2
+
+
+def test_envs_killed_at_any_moment_until_the_last_kill():
+    check = check_env_recovers(CounterEnv, num_envs=2, kills=3, interval=(0.0, 0.02), manners=("SIGKILL", "SIGSEGV"))
+    assert check.kills == 3
+    assert 1 <= check.exact == check.losses <= 3
+    check.raise_if_inexact()
+
+
+def test_an_env_that_is_not_deterministic_is_told_as_such_and_recovery_is_not_blamed():
+    check = check_env_recovers(NondeterministicEnv, steps=10, kills=1)
+    assert check.undisturbed
+    assert not check.mismatches
+    with pytest.raises(AssertionError, match="not deterministic: without any kill"):
+        check.raise_if_dishonest()
 
 
 def test_the_undisturbed_env_has_the_same_variables():

@@ -58,7 +58,7 @@ def wrapped(env: Any) -> Any:
 
 
 def told_of(env: Any) -> bytes:
-    return seeding.ProcessGenerators().with_those_of(env)
+    return seeding.states_of(env)
 
 
 @pytest.mark.parametrize("outside", [lambda env: env, wrapped], ids=["bare", "wrapped"])
@@ -141,11 +141,10 @@ DRAWS = [
 
 
 def test_generators_of_the_process_are_told_as_they_are_now_whatever_has_been_drawn_since() -> None:
-    """Their states are packed anew only if they have changed: each way to change them is seen, in any order."""
-    dice, env, generators = random.Random(4), Drawing(), seeding.ProcessGenerators()
-    for _ in range(100):
-        dice.choice(DRAWS)()
-        state = generators.with_those_of(env)
+    env = Drawing()
+    for draw in DRAWS:
+        draw()
+        state = seeding.states_of(env)
         drawn = [random.gauss(0, 1), np.random.normal(), np.random.random(), random.random()]
         seeding.restore(Drawing(), state)
         assert [random.gauss(0, 1), np.random.normal(), np.random.random(), random.random()] == drawn
