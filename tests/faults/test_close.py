@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -317,3 +318,20 @@ def test_signal_ends_a_trainer_that_waits_for_envs_to_close(number: signal.Signa
         trainer.signal(number)
         trainer.wait(10.0)
         trainer.assert_nothing_lives()
+
+
+@pytest.mark.parametrize("end", ["", "for env in (one, several): env.close()"])
+def test_envs_that_outlive_the_main_script_are_let_go_of_in_silence(end: str) -> None:
+    """gymnasium's registry holds the lambda, so the script's globals, when the interpreter has cleared its modules."""
+    script = (
+        "import gymnasium\n"
+        "from multienv import SubprocessEnv, SubprocessVectorEnv\n"
+        "gymnasium.register('Mine-v0', entry_point=lambda: gymnasium.make('CartPole-v1'))\n"
+        "make = lambda: gymnasium.make('CartPole-v1')\n"
+        "if __name__ == '__main__':\n"
+        "    one, several = SubprocessEnv(make).initialize(), SubprocessVectorEnv([make] * 2)\n"
+        "    for env in (one, several): env.reset(seed=0)\n"
+        f"    {end}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, timeout=30, capture_output=True, text=True)
+    assert done.stderr == ""
