@@ -87,11 +87,11 @@ class Endless:
 
     def _go_on_with(self, pending: Any, nothing: Any) -> None:
         self.failures, self.tasks, self.endings = pending.failures, pending.tasks, pending.endings
-        for place, request in enumerate(pending.requests):
-            if pending.asks(place, nothing):
-                self.requests[place] = NamedRequest(pending.name, request)
-                if not pending.misses(place):
-                    self.answers[place] = pending.answers[place]
+        for member, request in enumerate(pending.requests):
+            if pending.asks(member, nothing):
+                self.requests[member] = NamedRequest(pending.name, request)
+                if not pending.misses(member):
+                    self.answers[member] = pending.answers[member]
         for task in self.tasks.values():
             task.notify(self._bell.ring)
 
@@ -99,43 +99,43 @@ class Endless:
         """End the round, in which nothing is asked any more."""
         self._watch.end()
 
-    def misses(self, place: int) -> bool:
+    def misses(self, member: int) -> bool:
         """Tell whether a member was asked and its answer is missing."""
-        return place in self.requests and place not in self.answers
+        return member in self.requests and member not in self.answers
 
-    def asks(self, place: int, nothing: Any) -> bool:
+    def asks(self, member: int, nothing: Any) -> bool:
         """Tell whether a member is asked something."""
-        return place in self.requests
+        return member in self.requests
 
-    def request(self, place: int) -> tuple[str, Any]:
+    def request(self, member: int) -> tuple[str, Any]:
         """Return what a member is asked: name and content."""
-        return self.requests[place]
+        return self.requests[member]
 
-    def forget(self, places: Iterable[int]) -> None:
+    def forget(self, members: Iterable[int]) -> None:
         """Forget these members: they are not asked, or what came of it is noted elsewhere. Again does nothing."""
-        for place in places:
-            self.requests.pop(place, None)
-            self.answers.pop(place, None)
+        for member in members:
+            self.requests.pop(member, None)
+            self.answers.pop(member, None)
             if self.failures or self.endings:
-                self.failures.pop(place, None)
-                self.endings.pop(place, None)
+                self.failures.pop(member, None)
+                self.endings.pop(member, None)
 
     def take_back(self) -> bool:
         """Forget the requests of the members that are being asked."""
-        for place in self.sending:
-            self.tasks.pop(place, None)
+        for member in self.sending:
+            self.tasks.pop(member, None)
         self.forget(self.sending)
         self.sending = ()
         return False
 
-    def leave_to_thread(self, place: int) -> Callable[[], object]:
+    def leave_to_thread(self, member: int) -> Callable[[], object]:
         """Note that a thread takes care of a member; return what is called when it has ended."""
-        self._watch.remove(place)  # the thread hears it
+        self._watch.remove(member)  # the thread hears it
         return self._bell.ring
 
-    def look_after(self, place: int) -> None:
+    def look_after(self, member: int) -> None:
         """Note that a member has been asked something else."""
-        self._look_now.add(place)
+        self._look_now.add(member)
 
     def refusal(self, asked: str) -> str:
         """Return why a member that was asked for ``asked`` here is not asked elsewhere."""
@@ -157,20 +157,20 @@ class Endless:
         self.sending = tuple(requests)
         self.requests.update(requests)
         plain: list[int] = []
-        for place, request in requests.items():
-            if place in members.blocking:
-                members.note(self, place, partial(members.blocking[place], *request))
+        for member, request in requests.items():
+            if member in members.blocking:
+                members.note(self, member, partial(members.blocking[member], *request))
             elif request.name == "step" and type(request.content) is not InThread:
-                supervisor = supervisors[place]
-                if not watch.add(place, supervisor.channel, supervisor.position.number + 1):
-                    self._look_now.add(place)
-                plain.append(place)
+                supervisor = supervisors[member]
+                if not watch.add(member, supervisor.channel, supervisor.position.number + 1):
+                    self._look_now.add(member)
+                plain.append(member)
             else:
-                self._look_now.add(place)
-                members.send(self, place)
-        asked, done, count = [supervisors[place] for place in plain], 0, len(plain)
+                self._look_now.add(member)
+                members.send(self, member)
+        asked, done, count = [supervisors[member] for member in plain], 0, len(plain)
         if contents is None or count < len(requests):
-            contents = [requests[place].content for place in plain]
+            contents = [requests[member].content for member in plain]
         while done < count:
             done += hot_path.ask(asked, range(done, count), contents, STEPPING_ASYNC, members.me)
             if done < count:
@@ -204,56 +204,56 @@ class Endless:
             others += self._overdue(members, now, goes_over_all=goes_over_all)
         answered, ended = self._watch.heard(-inf if others else min(until, self._look_at), looks_for_ends=goes_over_all)
         if self._watch.has_waited:  # else an answer may have lain there while the trainer was elsewhere
-            for place in self._slow.intersection(answered):
-                members.supervisors[place].note_time()
+            for member in self._slow.intersection(answered):
+                members.supervisors[member].note_time()
         self._slow.difference_update(answered)
         return answered, others + ended
 
     def _overdue(self, members: Members, now: float, *, goes_over_all: bool) -> list[int]:
         """Return the members of which something can be taken; leave those that are overdue to threads."""
         heard, wake = [], now + LONGEST_SLEEP
-        for place in list(self.requests if goes_over_all else self._look_now):
-            if not self.misses(place) or place in self.tasks or place in members.blocking:
+        for member in list(self.requests if goes_over_all else self._look_now):
+            if not self.misses(member) or member in self.tasks or member in members.blocking:
                 continue
-            supervisor = members.supervisors[place]
+            supervisor = members.supervisors[member]
             waited = supervisor.waiting() if is_asked(self, supervisor) else None
             if waited is None:
-                heard.append(place)
+                heard.append(member)
                 continue
-            self._watch.add(place, *waited[:2])
+            self._watch.add(member, *waited[:2])
             if waited[0].answered(waited[1]):
-                heard.append(place)
+                heard.append(member)
             elif now < waited[2]:
                 wake = min(wake, waited[2])
-                self._slow.add(place)
+                self._slow.add(member)
             else:
-                members.begin(self, place, supervisor.resume)
+                members.begin(self, member, supervisor.resume)
         self._look_now.clear()
         self._look_at = wake if goes_over_all else min(wake, self._look_at)
         return heard
 
     def _take_answered(self, members: Members, answered: list[int], others: list[int]) -> None:
         """Take the answers of some members, the plain ones together."""
-        answered = [place for place in answered if self.misses(place) and place not in self.tasks]
+        answered = [member for member in answered if self.misses(member) and member not in self.tasks]
         if self.endings:  # that is the reset after it, and what it comes to is told of both together
-            others += [place for place in answered if place in self.endings]
-            answered = [place for place in answered if place not in self.endings]
+            others += [member for member in answered if member in self.endings]
+            answered = [member for member in answered if member not in self.endings]
         if answered:
             answers: list[Any] = [MISSING] * len(answered)
-            supervisors = [members.supervisors[place] for place in answered]
+            supervisors = [members.supervisors[member] for member in answered]
             hot_path.take(supervisors, range(len(answered)), answers, STEPPING_ASYNC, members.leaves_ends)
-            for place, answer in zip(answered, answers, strict=True):
+            for member, answer in zip(answered, answers, strict=True):
                 if answer is MISSING:
-                    others.append(place)
+                    others.append(member)
                 else:
-                    self.answers[place] = answer
+                    self.answers[member] = answer
         self._untold.update(others)
         members.collect(self, dict.fromkeys(others))
 
     def call_hooks(self, members: Members) -> None:
         """Call the hooks with what happened meanwhile to members that have answered."""
-        for place in list(self._untold):
-            supervisor = members.supervisors[place]
+        for member in list(self._untold):
+            supervisor = members.supervisors[member]
             if supervisor is not None:
                 supervisor.reporter.call_hooks()
-            self._untold.discard(place)
+            self._untold.discard(member)

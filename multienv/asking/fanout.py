@@ -102,31 +102,31 @@ class Round:
         """Tell whether it asks supervisors; else it makes calls that block: see :meth:`FanOut.call_each`."""
         return bool(self.order)
 
-    def asks(self, place: int, nothing: Any) -> bool:
+    def asks(self, member: int, nothing: Any) -> bool:
         """Tell whether a supervisor is asked something, by whatever ``nothing`` stands for."""
-        return self.is_supervised and self.requests[place] is not nothing
+        return self.is_supervised and self.requests[member] is not nothing
 
     @property
     def is_interrupted(self) -> bool:
         """Tell whether any later call completes this unfinished round: its call, or a wait for it, was interrupted."""
         return self.waits or self.resumed
 
-    def misses(self, place: int) -> bool:
+    def misses(self, member: int) -> bool:
         """Tell whether the answer of a member is missing."""
-        return self.answers[place] is MISSING
+        return self.answers[member] is MISSING
 
-    def request(self, place: int) -> tuple[str, Any]:
+    def request(self, member: int) -> tuple[str, Any]:
         """Return what a member is asked: name and content."""
-        return self.name, self.requests[place]
+        return self.name, self.requests[member]
 
     def take_back(self) -> bool:
         """Return that it was never made."""
         return True
 
-    def leave_to_thread(self, place: int) -> None:
+    def leave_to_thread(self, member: int) -> None:
         """Note nothing: the thread is looked after."""
 
-    def look_after(self, place: int) -> None:
+    def look_after(self, member: int) -> None:
         """Note nothing: all members are looked after."""
 
     def refusal(self, asked: str) -> str:
@@ -176,7 +176,7 @@ class FanOut:
         self._owner: dict[str, int] = {}  # "thread": the one that is in a call, or was interrupted in one
         # After multienv.cores.spread(), which says on which core each worker runs.
         self._asking_order = AskingOrder(
-            {place: one.core for place, one in enumerate(self.members.supervisors) if one is not None}
+            {member: one.core for member, one in enumerate(self.members.supervisors) if one is not None}
         )
 
     @property
@@ -226,7 +226,7 @@ class FanOut:
         """Make blocking calls side by side, one for each member, as a round that survives an interruption, too."""
         self._claim(name)
         current = Round(name, calls, waits=True)
-        current.tasks = {place: Task(call) for place, call in enumerate(calls) if call is not None}
+        current.tasks = {member: Task(call) for member, call in enumerate(calls) if call is not None}
         self.members.asked = current
         return self._collect(current, inf)
 
@@ -245,8 +245,8 @@ class FanOut:
         nothing = members.nothing
         current = Round(name, requests, order, waits=waits, nothing=nothing)
         if members.blocking:  # begun when all others are asked
-            calls = {place: partial(call, name, requests[place]) for place, call in members.blocking.items()}
-            current.tasks = {place: Task(call) for place, call in calls.items() if requests[place] is not nothing}
+            calls = {member: partial(call, name, requests[member]) for member, call in members.blocking.items()}
+            current.tasks = {member: Task(call) for member, call in calls.items() if requests[member] is not nothing}
         current.sending, members.asked = order, current
         state = STEPPING if waits else STEPPING_ASYNC
         while done < len(order):
@@ -362,12 +362,12 @@ class FanOut:
     def _collect(self, current: Round, until: float) -> Round:
         """Wait for all answers of a round. Raises WaitTimeout."""
         while current.misses_some():
-            is_here = self.members.heals_here and until == inf and not current.tasks
-            places: Collection[int] = current.order if is_here else self._heard(current, until)
-            if not places and monotonic() >= until:
+            is_here = self.members.recovers_here and until == inf and not current.tasks
+            ready: Collection[int] = current.order if is_here else self._heard(current, until)
+            if not ready and monotonic() >= until:
                 self._owner.clear()  # any thread may wait again
                 raise WaitTimeout(f"{current.name}(): an answer is not there yet; nothing is lost, wait again.")
-            self.members.collect(current, places, heals=is_here)
+            self.members.collect(current, ready, recovers=is_here)
         return current
 
     def _heard(self, current: Round, until: float) -> list[int]:
@@ -382,24 +382,24 @@ class FanOut:
         heard = self.members.ended(current)
         awaited: dict[int, tuple[Channel, int]] = {}
         now, wake = monotonic(), until
-        for place in reversed(current.order):
-            if not current.misses(place) or place in current.tasks:
+        for member in reversed(current.order):
+            if not current.misses(member) or member in current.tasks:
                 continue
-            supervisor = self.members.supervisors[place]
+            supervisor = self.members.supervisors[member]
             waited = supervisor.waiting() if is_asked(current, supervisor) else None
             if waited is None or waited[0].answered(waited[1]):
-                heard.append(place)
+                heard.append(member)
             elif now < waited[2]:
-                awaited[place], wake = waited[:2], min(wake, waited[2])
+                awaited[member], wake = waited[:2], min(wake, waited[2])
             else:
-                self.members.begin(current, place, supervisor.resume)
+                self.members.begin(current, member, supervisor.resume)
         if heard or until <= now:
             return heard
-        places, lines = list(awaited), list(awaited.values())
+        watched, lines = list(awaited), list(awaited.values())
         if lines:
-            heard = [places[index] for index in wait_any(lines[:1], wake, watched=lines[1:])]
-            for place in heard:
-                self.members.supervisors[place].note_time()
+            heard = [watched[index] for index in wait_any(lines[:1], wake, watched=lines[1:])]
+            for member in heard:
+                self.members.supervisors[member].note_time()
             return heard
         for task in current.tasks.values():
             if not task.wait(None if until == inf else max(0.0, until - monotonic())):

@@ -84,22 +84,22 @@ class AnyRound(Protocol):
     @property
     def is_supervised(self) -> bool: ...  # noqa: D102
 
-    def request(self, place: int) -> tuple[str, Any]:
+    def request(self, member: int) -> tuple[str, Any]:
         """Return what a member is asked: name and content."""
 
-    def asks(self, place: int, nothing: Any) -> bool:
+    def asks(self, member: int, nothing: Any) -> bool:
         """Tell whether a member is asked something, by whatever ``nothing`` stands for."""
 
-    def misses(self, place: int) -> bool:
+    def misses(self, member: int) -> bool:
         """Tell whether a member was asked and its answer is missing."""
 
     def take_back(self) -> bool:
         """Forget the requests of the members that are being asked; return whether nothing else is asked."""
 
-    def leave_to_thread(self, place: int) -> Callable[[], object] | None:
+    def leave_to_thread(self, member: int) -> Callable[[], object] | None:
         """Note that a thread takes care of a member; return what is called when it has ended."""
 
-    def look_after(self, place: int) -> None:
+    def look_after(self, member: int) -> None:
         """Note that a member has been asked something else."""
 
     def refusal(self, asked: str) -> str:
@@ -134,7 +134,7 @@ class Members:
         bell: Of all endless rounds, once there is one: what a handler raises in a finalizer is swallowed.
         reporters: Of the supervisors.
         events: What their hooks are to be called with.
-        heals_here: There is one member alone: nobody has to wait while a call brings it back.
+        recovers_here: There is one member alone: nobody has to wait while a call recovers it.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class Members:
         name: str,
         nothing: Any,
     ) -> None:
-        self.supervisors: list[Any] = [None if callable(member) else member for member in members]
-        self.blocking = {place: member for place, member in enumerate(members) if callable(member)}
+        self.supervisors: list[Any] = [None if callable(one) else one for one in members]
+        self.blocking = {member: one for member, one in enumerate(members) if callable(one)}
         self.nothing = nothing
         self.leaves_ends = followup is not None and followup.leaves_ends
-        self.heals_here = len(members) == 1 and not self.blocking
+        self.recovers_here = len(members) == 1 and not self.blocking
         self.asked: Any = None  # AnyRound
         self.me = weakref.ref(owner)
         self._followup = followup
@@ -180,14 +180,14 @@ class Members:
         for reporter in self.reporters:
             reporter.call_hooks()
 
-    def _is_sent(self, current: AnyRound, place: int) -> bool:
+    def _is_sent(self, current: AnyRound, member: int) -> bool:
         """Tell whether nothing is left to do to send a member its request, though an exception came meanwhile.
 
         A worker has its request once the number of it is published. What comes after that, the byte that wakes it,
         is sent again by each wait. Most interruptions strike there: the worker wakes, and takes the core.
         """
-        supervisor = self.supervisors[place]
-        if not current.misses(place) or current.request(place)[1] is self.nothing or place in current.tasks:
+        supervisor = self.supervisors[member]
+        if not current.misses(member) or current.request(member)[1] is self.nothing or member in current.tasks:
             return True
         return supervisor is not None and supervisor.asked_by is self.me and supervisor.is_published()
 
@@ -196,65 +196,65 @@ class Members:
 
         This may be broken off, too.
         """
-        if all(self._is_sent(current, place) for place in current.sending):
+        if all(self._is_sent(current, member) for member in current.sending):
             sometimes("a round that was broken off is sent as a whole")
             current.sending = ()
             return False
-        for place in current.sending:
-            supervisor = self.supervisors[place]
+        for member in current.sending:
+            supervisor = self.supervisors[member]
             if supervisor is not None and supervisor.asked_by is self.me:
                 supervisor.take_back()
         return current.take_back()
 
-    def collect(self, current: AnyRound, places: Collection[int], *, heals: bool = False) -> None:
-        """Take the answers of these supervisors, of which something can be taken.
+    def collect(self, current: AnyRound, ready: Collection[int], *, recovers: bool = False) -> None:
+        """Take the answers of members of which something can be taken.
 
         Args:
             current: The round.
-            places: Of the supervisors.
-            heals: Bring back a lost process here; else a thread does.
+            ready: Which of them.
+            recovers: Recover from a loss here; else a thread does.
         """
-        for place in places:
-            if not current.misses(place) or place in current.tasks:
+        for member in ready:
+            if not current.misses(member) or member in current.tasks:
                 continue
-            supervisor = self.supervisors[place]
+            supervisor = self.supervisors[member]
             try:
                 # If nothing is pending, a thread has collected it, or a call that was broken off then.
                 is_pending = is_asked(current, supervisor)
-                answer = supervisor.collect(None, heals) if is_pending else supervisor.resume()
-                if self._followup is not None and current.request(place)[0] == "step":
-                    answer = self._follow(current, place, answer)
+                answer = supervisor.collect(None, recovers) if is_pending else supervisor.resume()
+                if self._followup is not None and current.request(member)[0] == "step":
+                    answer = self._follow(current, member, answer)
                 if answer is not MISSING:
-                    current.answers[place] = answer
+                    current.answers[member] = answer
             except RecoveryDue:
-                self.begin(current, place, supervisor.resume)
+                self.begin(current, member, supervisor.resume)
             except SystemLimitError:  # no failure of the env, which stays asked: the next call tries again
                 raise
             except MultienvError as error:
-                self._fail(current, place, error)
+                self._fail(current, member, error)
 
-    def _follow(self, current: AnyRound, place: int, answer: Any) -> Any:
+    def _follow(self, current: AnyRound, member: int, answer: Any) -> Any:
         """Return what a step comes to, given an answer; MISSING if a request follows."""
-        followup, supervisor, ended = self._followup, self.supervisors[place], current.endings.get(place)
+        followup, supervisor, ended = self._followup, self.supervisors[member], current.endings.get(member)
         assert followup is not None
-        following = followup.next(supervisor, ended, answer, current.request(place)[1])
+        following = followup.next(supervisor, ended, answer, current.request(member)[1])
         if following is None:
             return followup.joined(ended, answer)
-        current.endings[place], name, request = following
+        current.endings[member], name, request = following
         if supervisor.maintenance.is_due or supervisor.maintenance.recycling_due:  # building takes a while
-            self.begin(current, place, partial(ask_patiently, supervisor, name, request, current.waits))
+            self.begin(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
         else:
             _send(supervisor, name, request, current.waits)
-            current.look_after(place)
+            current.look_after(member)
         return MISSING
 
-    def send(self, current: AnyRound, place: int) -> None:
+    def send(self, current: AnyRound, member: int) -> None:
         """Send a supervisor's request, or the reset that takes its place."""
-        supervisor, (name, request) = self.supervisors[place], current.request(place)
-        if supervisor.asked_by is not self.me and not self._takes_over(current, place):
+        supervisor, (name, request) = self.supervisors[member], current.request(member)
+        if supervisor.asked_by is not self.me and not self._takes_over(current, member):
             return
         if isinstance(request, InThread):
-            self.note(current, place, request.call)
+            self.note(current, member, request.call)
             return
         try:
             message = None
@@ -264,44 +264,44 @@ class Members:
                 name, request = "reset", message
             maintenance = supervisor.maintenance
             is_due = maintenance.is_due or (name == "reset" and maintenance.recycling_due)
-            if is_due and not self.heals_here:  # building takes a while
-                self.note(current, place, partial(ask_patiently, supervisor, name, request, current.waits))
+            if is_due and not self.recovers_here:  # building takes a while
+                self.note(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
             else:
                 _send(supervisor, name, request, current.waits)
         except MultienvError as error:
-            self._fail(current, place, error)
+            self._fail(current, member, error)
 
-    def _takes_over(self, current: AnyRound, place: int) -> bool:
+    def _takes_over(self, current: AnyRound, member: int) -> bool:
         """Take over a supervisor that another fan-out has asked before: that of an env alone, or of a MultiEnv of it.
 
         If that one was broken off, the answer which the caller has not got must not be passed over: the member fails.
         A reset of an env alone drops what was broken off of it alone.
         """
-        supervisor = self.supervisors[place]
+        supervisor = self.supervisors[member]
         other: Owner | None = None if supervisor.asked_by is None else supervisor.asked_by()
         # As it is: another thread may just be sending it.
         unfinished = None if other is None else other.members.asked
         if other is not None and unfinished is not None:
             theirs = other.members.supervisors.index(supervisor)
             if unfinished.asks(theirs, other.members.nothing):
-                name = current.request(place)[0]
+                name = current.request(member)[0]
                 if name != "reset" or not unfinished.waits or len(other.members.supervisors) > 1:
                     asked = unfinished.request(theirs)[0]
                     error = CallPendingError(f"{name}(): {unfinished.refusal(asked)}", asked)
-                    self._fail(current, place, error)
+                    self._fail(current, member, error)
                     return False
                 other.drop()
         supervisor.asked_by = self.me
         return True
 
-    def begin(self, current: AnyRound, place: int, call: Callable[[], Any]) -> None:
+    def begin(self, current: AnyRound, member: int, call: Callable[[], Any]) -> None:
         """Begin a call for a member in a thread of the executor."""
-        self.note(current, place, call)
-        current.tasks[place].start(self.pool)
+        self.note(current, member, call)
+        current.tasks[member].start(self.pool)
 
-    def note(self, current: AnyRound, place: int, call: Callable[[], Any]) -> None:
+    def note(self, current: AnyRound, member: int, call: Callable[[], Any]) -> None:
         """Note a call that a thread is to make for a member."""
-        current.tasks[place] = Task(call, current.leave_to_thread(place))
+        current.tasks[member] = Task(call, current.leave_to_thread(member))
 
     def start(self, current: AnyRound) -> None:
         """Begin the calls that are noted, in threads; again does nothing."""
@@ -312,26 +312,26 @@ class Members:
         """Return the members whose thread has ended."""
         ended = []
         self.start(current)
-        for place, task in list(current.tasks.items()):
+        for member, task in list(current.tasks.items()):
             if task.wait(0):
-                self._end(current, place, task)
-                ended.append(place)
+                self._end(current, member, task)
+                ended.append(member)
         return ended
 
-    def _end(self, current: AnyRound, place: int, task: Task) -> None:
+    def _end(self, current: AnyRound, member: int, task: Task) -> None:
         """Note how a thread has ended. What it raised is a failure; what a supervisor answered is taken from it later.
 
         An error that is no failure of the env, which stays asked, is raised: no descriptor is left, say.
         """
-        supervised, error = place not in self.blocking and current.is_supervised, task.error
+        supervised, error = member not in self.blocking and current.is_supervised, task.error
         is_of_env = isinstance(error, MultienvError) and not isinstance(error, ClusterError | SystemLimitError)
         if error is not None and (is_of_env or not supervised):
-            self._fail(current, place, error)
+            self._fail(current, member, error)
         elif not supervised:
-            current.answers[place] = task.result
-        del current.tasks[place]
+            current.answers[member] = task.result
+        del current.tasks[member]
         if error is not None and supervised and not is_of_env:
-            sometimes("a thread cannot bring the envs back now")
+            sometimes("a thread cannot recover the envs now")
             self._drop_refused(current)
             raise error
 
@@ -340,16 +340,16 @@ class Members:
 
         Else each later call would raise what one of them met before.
         """
-        for place, task in list(current.tasks.items()):
+        for member, task in list(current.tasks.items()):
             if task.wait(0) and isinstance(task.error, SystemLimitError):
-                del current.tasks[place]
+                del current.tasks[member]
 
-    def _fail(self, current: AnyRound, place: int, error: BaseException) -> None:
-        if self._followup is not None and current.request(place)[0] == "step" and isinstance(error, MultienvError):
-            self._followup.failed(current.endings.get(place), error)
+    def _fail(self, current: AnyRound, member: int, error: BaseException) -> None:
+        if self._followup is not None and current.request(member)[0] == "step" and isinstance(error, MultienvError):
+            self._followup.failed(current.endings.get(member), error)
         # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
-        current.failures[place] = error.with_traceback(None)
-        current.answers[place] = None
+        current.failures[member] = error.with_traceback(None)
+        current.answers[member] = None
 
 
 def _send(supervisor: Any, name: str, request: Any, waits: bool) -> None:

@@ -564,7 +564,7 @@ MUTANTS = [
         "An answer to a thread is taken by the trainer, too.",
         4,
         "asking/endless.py",
-        "        self._watch.remove(place)  # the thread hears it\n",
+        "        self._watch.remove(member)  # the thread hears it\n",
         "        pass\n",
         ("tests/simulation/test_single_faults.py",),
     ),

@@ -103,7 +103,7 @@ DIRECTED: dict[str, Case | ManagerCase] = {
     "the reply to a rollout is unreadable": Case(
         "subprocess_env", "truncate", ROLLOUTS_WITHOUT_CALLS, (Fault(0, "request", 5, "garbage", times=2),), rare=510400
     ),
-    "a thread cannot bring the envs back now": ManagerCase(
+    "a thread cannot recover the envs now": ManagerCase(
         "sync",
         "raise",
         tuple(op for op in ManagerCase("sync", "raise").ops if op[0] != "call"),
