@@ -70,7 +70,8 @@ class Recovery:
             otherwise. ``"truncated"``: the episode ended, and the transition says so. ``"reset"``: you had called for a
             new episode anyway and got a clean one. ``"raised"``: an error was raised.
         reason: Why the recovery is not exact, or ``""``.
-        replayed: Number of requests that were run again, in all attempts together.
+        replayed: Number of requests that were run again, in all attempts together; a replay whose process ended, or
+            that raised, counts none.
         attempts: Number of processes that the recovery took.
         seconds: Seconds from the moment the loss was noticed to the answer.
         method: Source of the recovery: ``"snapshot"``, a forked copy of the lost process; ``"journal"``, a new process
@@ -101,7 +102,7 @@ class Recycled:
             difference. ``"put off"``: the episodes could not be replayed, or the envs could not be built beside the old
             ones. The old process goes on until some more episodes have ended.
         reason: Why the outcome is not exact, or ``""``.
-        replayed: Number of requests that were run again.
+        replayed: Number of requests that were run again; counted as in :class:`Recovery`.
         seconds: Seconds that the replacement took.
     """
 
@@ -128,7 +129,8 @@ class Statistics:
         exact_recoveries: Losses after which the same episodes went on, exactly: see :class:`Recovery`.
         replayed_recoveries: Losses after which the same episodes went on, repeated from a reset.
         truncated_recoveries: Losses that ended their episode.
-        replayed_steps: Requests run again, in all replays together.
+        replayed_steps: Requests (steps, resets and calls) run again, after losses and for replacements by plan: the sum
+            of ``Recovery.replayed`` and ``Recycled.replayed``.
         recovery_seconds: Seconds that each recovery took; the newest is last; at most 1000 of them.
         step_seconds: Seconds that a step takes in the worker, smoothed, from a sample of the steps. If the worker has
             several envs, the time of all of them together.

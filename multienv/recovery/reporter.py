@@ -258,6 +258,7 @@ class Reporter:
         """Note that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - progress.began
         self._recycled += outcome != "put off"
+        self._replayed += progress.replayed
         if outcome == "put off":
             logger.warning("%s: its process is not replaced, %s: %s", self.name, why, reason)
         else:

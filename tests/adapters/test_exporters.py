@@ -21,6 +21,7 @@ from multienv import (
     create_subprocess_envs,
     flat_statistics,
 )
+from multienv.events import Event, Recovery
 
 ENDLESS = partial(CounterEnv, horizon=None)
 
@@ -66,6 +67,7 @@ def test_tensorboard_has_the_statistics_and_each_recovery(kind: str, tmp_path: P
     assert set(curves) == {f"multienv/{name}" for name in expected}
     assert curves["multienv/losses"] == [(700, 2.0)]
     assert curves["multienv/steps"] == [(700, 4.0)]
+    assert curves["multienv/replayed_steps"] == [(700, expected["replayed_steps"])]
     assert curves["multienv/rss_bytes"][0][1] > 2**20
 
 
@@ -79,7 +81,8 @@ def test_prometheus_has_the_statistics_when_they_are_asked_for_and_each_loss() -
 
     registry = prometheus_client.CollectorRegistry(auto_describe=True)
     exporter = PrometheusExporter(registry)
-    envs = envs_with_two_losses(exporter)
+    events: list[Event] = []
+    envs = envs_with_two_losses(exporter, events.append)
     exporter.watch(envs, "train")
     manager = AsyncSubprocessEnvManager([ENDLESS])
     exporter.watch(manager, "not launched")
@@ -88,6 +91,8 @@ def test_prometheus_has_the_statistics_when_they_are_asked_for_and_each_loss() -
     assert value("multienv_losses_total", train) == 2
     assert value("multienv_steps_total", train) == 4
     assert value("multienv_workers", train) == 2
+    replayed = sum(event.replayed for event in events if isinstance(event, Recovery))
+    assert value("multienv_replayed_steps_total", train) == replayed > 0
     assert value("multienv_losses_by_cause_total", {"cause": "died"}) == 2
     assert value("multienv_recovery_duration_seconds_count", {"outcome": "exact"}) == 2
     envs.step(np.ones(4, np.int64))

@@ -136,7 +136,7 @@ def test_a_rollout_has_such_a_deadline_for_each_step(tmp_path: Path) -> None:
         began = time.monotonic()
         envs.rollout(partial(hang_once, tmp_path), 25)
         assert time.monotonic() - began < 10.0, "not 25 steps and three envs together"
-        assert losses(envs) == 1
+        assert losses(envs) >= 1  # more if the machine is so busy that the policy takes 0.3 s, too
 
 
 def test_steps_of_a_rollout_say_what_is_slow(tmp_path: Path) -> None:

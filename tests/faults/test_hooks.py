@@ -23,6 +23,7 @@ from multienv import (
     SubprocessVectorEnv,
     SyncSubprocessEnvManager,
     create_subprocess_envs,
+    flat_statistics,
 )
 from multienv.events import Event, Loss, Recovery, Recycled
 
@@ -105,6 +106,31 @@ def test_a_replacement_by_plan_is_told_by_the_thread_of_the_call() -> None:
             assert len(told.events) == sum(one.recycled for one in envs.statistics())
         assert {type(event) for event in told.events} == {Recycled}
         assert told.threads == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("snapshots", [True, False], ids=["snapshots", "journal alone"])
+def test_replayed_steps_are_those_of_all_recoveries_and_replacements_by_plan(snapshots: bool) -> None:
+    """The episodes of a worker's two envs end at different steps, so that a replacement has something to replay."""
+    told = Told()
+    env_fns = [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in (6, 10)] * 2
+    restart = RestartPolicy(snapshots=snapshots, recycle_after_steps=64)
+    with SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=restart, hooks=[told]) as envs:
+        envs.reset(seed=0)
+        for step in range(250):
+            if step in (20, 51, 180, 221):
+                kill_worker(envs, step % 2)
+            envs.step(np.ones(4, np.int64))
+        statistics = envs.statistics()
+    expected, kinds = [0, 0], set()
+    for event in told.events:
+        if not isinstance(event, Loss):
+            first = event.loss.envs[0] if isinstance(event, Recovery) else event.env_index
+            expected[(first or 0) // 2] += event.replayed
+            kinds.add((type(event), event.replayed > 0))
+    assert sum(one.losses for one in statistics) == 4
+    assert {(Recovery, True), (Recycled, True)} <= kinds
+    assert [one.replayed_steps for one in statistics] == expected
+    assert flat_statistics(statistics)["replayed_steps"] == sum(expected)
 
 
 def test_losses_while_envs_are_built_are_told_too(tmp_path: Path) -> None:
