@@ -21,7 +21,7 @@ from multienv.sometimes import sometimes
 from multienv.wire.messages import KeepSnapshot
 
 # Version of the dict that state_dict() returns.
-_VERSION = 10
+_VERSION = 11
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
 _tokens = count(1)
@@ -255,7 +255,7 @@ class Checkpoints:
         there = Position(worker.position.build, journal)
         there.load(position)
         found = worker.recoverer.recover_by_replay(there.build, journal.plans(), progress, journal.why_no_plan())
-        if found.plan is not None and found.plan.resets and not journal.begins_anew:
+        if found.plan is not None and found.plan.resets:
             logger.warning(
                 "%s: restored by a replay from a reset. %s", worker.reporter.name, journal.memory.reservation
             )
