@@ -23,7 +23,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "on_timeout": _ON_LOSS,
     "on_error": ("raise", "truncate"),
     "accept": ("replayed", "exact"),
-    "begins_anew": (False, True),
 }
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -169,9 +168,6 @@ class RestartPolicy(Named):
             forked copy of the lost process, or repeat all that happened since the env was built; an episode that can
             only be repeated from a reset is truncated. ``"replayed"``: those from a reset too, if at least one whole
             episode compares equal.
-        begins_anew: Say that nothing of the env survives ``reset()``, not even in the simulator. Then a recovery from a
-            reset is exact, and shorter ones are preferred. ``multienv doctor`` tests it. If a replay from a reset
-            differs all the same, this option is ignored from then on.
         max_restarts: Restarts of a worker allowed within ``window``; one more raises
             :class:`~multienv.errors.RestartBudgetExceeded`.
         window: Length of the window, in seconds.
@@ -208,7 +204,6 @@ class RestartPolicy(Named):
     on_timeout: OnLoss = "replay"
     on_error: Literal["raise", "truncate"] = "raise"
     accept: Literal["replayed", "exact"] = "replayed"
-    begins_anew: bool = False
     max_restarts: int = 10_000
     window: float = 3600.0
     backoff: float = 0.1

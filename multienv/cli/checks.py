@@ -22,7 +22,6 @@ import psutil
 from rich.filesize import decimal
 
 from multienv import SubprocessEnv, SubprocessVectorEnv
-from multienv.cli.anew import resumed
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
@@ -49,8 +48,8 @@ _TRIES_UNTIL = 25.0
 _NO_CHANCE = 3
 # Steps between two looks into a worker: what was learnt of an env outlives its crash.
 _LOOK_EVERY = 16
-# Episodes that show a memory across resets: steps in all and seconds, for each of two walks; about how many episodes
-# there should be, and least number; least and greatest number of steps of each.
+# Episodes that show a memory across resets: steps in all and seconds of a walk; about how many episodes there should
+# be; least number of them, and about how many begin in a new process; least and greatest number of steps of each.
 _ANEW_STEPS, _ANEW_SECONDS, _ANEW_EPISODES, _ANEW_LEAST = 5000, 1.5, 8, 4
 _SHORTEST, _LONGEST = 20, 100
 # Steps of two envs that show whether they get along in one worker.
@@ -120,7 +119,7 @@ class Patient:
         other: The walk of another process.
         again: Whether another process walks the same way, as far as is known.
         noticed: What it draws from, and whether what it returns can be compared.
-        anew: Whether the env begins anew in each reset; ``None``: not known.
+        remembers: Whether the env carries memory across resets, as far as is known.
         batch: What a vector env can do with it: ``"shared"``: several are in a worker; ``"alone"``: one is in each;
             ``"none"``: it does not take the env.
         ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
@@ -145,7 +144,7 @@ class Patient:
     other: Walk = field(default_factory=Walk)
     again: bool = True
     noticed: Noticed = field(default_factory=Noticed)
-    anew: bool | None = None
+    remembers: bool = False
     batch: Literal["shared", "alone", "none"] = "shared"
     ways: dict[str, Outcome] = field(default_factory=dict)
     memory: int = 0
@@ -168,7 +167,7 @@ class Patient:
         is_in_vain = not self.again or self.noticed.incomparable or self.is_doomed
         if is_in_vain or self.ways.get("journal") == "differs":
             return "truncates"
-        ways = ["snapshot"] if self.anew is False else ["snapshot", "journal"]
+        ways = ["snapshot"] if self.remembers else ["snapshot", "journal"]
         return "ok" if any(self.ways.get(way) in ("exact", "replayed") for way in ways) else "truncates"
 
     @property
@@ -356,38 +355,30 @@ def repeats(patient: Patient) -> Row:
 
 
 def begins_anew(patient: Patient) -> Row:
-    """Take the steps of several episodes again, while new processes go on from a reset: does a memory show?"""
+    """Take the steps of several episodes again, some of which begin in a new process: does a memory show?"""
     if not patient.again or patient.noticed.incomparable:
         return Row("note", f"not known: {_DOES_NOT_REPEAT if not patient.again else 'see the line compares'}")
-    first, longest = _episodes(patient)
+    fit_in = _ANEW_SECONDS * patient.first.steps / patient.first.seconds
+    longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
+    first = undisturbed(patient, _ANEW_STEPS, seconds=_ANEW_SECONDS, longest=longest)
+    episodes = f"{len(first.ends)} episodes of at most {longest} steps"
     if len(first.ends) < _ANEW_LEAST:
-        return Row("note", f"not known: only {len(first.ends)} episodes of {longest} steps fit into {_ANEW_SECONDS} s")
-    found = resumed(patient.worker, first, longest, _ANEW_SECONDS)
-    for loss in found.own_losses:
-        patient.note_own_loss(loss)
-    index = found.walk.place_of_difference(first)
-    if index is not None or found.has_strayed:
-        patient.anew = False
-        episodes = found.walk.episodes(None if found.has_strayed else index)
+        return Row("note", f"not known: only {episodes} fit into {_ANEW_SECONDS} s")
+    policy = replace(RAISE, recycle_after_episodes=len(first.ends) // _ANEW_LEAST)
+    with patient.worker(restart=policy, reports="") as env:
+        again = walk(env, first.steps, longest=longest)
+        replaced = env.statistics().recycled
+    if not replaced:
+        raise SpoiledError("no process was replaced")
+    if again.differs_at(first):
+        patient.remembers = True
         return Row(
             "note",
-            f"{_MEMORY}: seen after {episodes} episodes of at most {longest} steps",
+            f"{_MEMORY}: {episodes} differ if some of them begin in a new process",
             'A replay from a reset counts as "replayed", and may go on otherwise. Give RestartPolicy(accept="exact") '
             f"to have none. To have them exact, begin anew in reset(): clear all state there. {_OR_CHANCE}",
         )
-    if found.spoilt or not found.recoveries:
-        raise SpoiledError(_reason(found.spoilt) if found.spoilt else "no process was lost")
-    means = f"{found.walk.episodes()} episodes of at most {longest} steps are the same, though a new process goes on"
-    means += f" from a reset {_times(len(found.recoveries))}"
-    patient.anew = True
-    return Row("ok", means)
-
-
-def _episodes(patient: Patient) -> tuple[Walk, int]:
-    """Return a walk of several episodes, and the number of steps after which each was ended."""
-    fit_in = _ANEW_SECONDS * patient.first.steps / patient.first.seconds
-    longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
-    return undisturbed(patient, _ANEW_STEPS, seconds=_ANEW_SECONDS, longest=longest), longest
+    return Row("ok", f"{episodes} are the same, though {replaced} of them begin in a new process")
 
 
 def draws(patient: Patient) -> Row | None:
@@ -555,7 +546,7 @@ def replays(patient: Patient) -> Row:
         advice = 'RestartPolicy(accept="exact") takes no replay from a reset. Or begin anew in reset().'
         advice += f" {_OR_CHANCE}"
         return Row(_unless_recoverable(patient), struck.replay, advice)
-    if patient.anew is False:
+    if patient.remembers:
         means = f"{struck.replay}; but later in a run it begins at a reset, and {_MEMORY}"
         return Row(_unless_recoverable(patient), means, "See the line begins anew.")
     if not _outgrows_replays(patient):
@@ -803,8 +794,6 @@ def options_for(patient: Patient) -> str:
         restart += ["snapshot_every=20"]
     if patient.ways.get("journal") == "strayed":
         restart += ['accept="exact"']
-    elif patient.anew and patient.again and patient.ways.get("journal") != "differs":
-        restart += ["begins_anew=True"]
     if patient.ways.get("journal") in ("exact", "replayed") and _outgrows_replays(patient):
         restart += [f"replay_limit={math.ceil(4 * patient.episode_seconds):.1f}"]
     restart += patient.recycling

@@ -35,25 +35,16 @@ class Walk:
     slowest_reset: float = 0.0
     slowest_step: float = 0.0
 
-    def place_of_difference(self, other: Walk, *, observations: bool = True) -> int | None:
-        """Return where in ``seen`` the other walk differs first; ``None``: nowhere, as far as both have come.
+    def differs_at(self, other: Walk, *, observations: bool = True) -> str:
+        """Return the name of the first reset or step that differs in the other walk; ``""``: none, as far as both go.
 
         Args:
             other: The other walk.
             observations: Compare them, too, and not the rewards and flags alone.
         """
-        pairs = enumerate(zip(self.seen, other.seen, strict=False))
+        pairs = zip(self.seen, other.seen, strict=False)
         skipped = 0 if observations else 1  # a reset has returned nothing else
-        return next((index for index, ((_, one), (_, its)) in pairs if not same(one[skipped:], its[skipped:])), None)
-
-    def differs_at(self, other: Walk, *, observations: bool = True) -> str:
-        """Return the name of the first reset or step that differs in the other walk; ``""`` if none does."""
-        index = self.place_of_difference(other, observations=observations)
-        return "" if index is None else self.seen[index][0]
-
-    def episodes(self, index: int | None = None) -> int:
-        """Return how many episodes had begun up to an index in ``seen``, or up to its end."""
-        return sum(len(seen) == 1 for _, seen in self.seen[: None if index is None else index + 1])
+        return next((name for (name, one), (_, its) in pairs if not same(one[skipped:], its[skipped:])), "")
 
 
 def walk(

@@ -25,9 +25,9 @@ from multienv.envs.unpicklable import culprit_in
 from multienv.errors import UsageError
 from multienv.events import Hook
 from multienv.processes.channel import Channel
-from multienv.processes.environment import module_path, process_attributes, worker_environment, working_directory
+from multienv.processes.environment import module_path, worker_environment, working_directory
 from multienv.processes.launcher import Launch, method_of
-from multienv.processes.limits import limit_error
+from multienv.processes.limits import limit_error, limits_of_workers
 from multienv.processes.serial import SerialChannel
 from multienv.processes.worker_process import run_uninterrupted
 from multienv.recovery.recoverer import Launcher
@@ -95,7 +95,7 @@ class Processes:
             registrations=registrations(),
             authkey=bytes(multiprocessing.current_process().authkey),
             main=main_script(),
-            attributes=process_attributes(),
+            limits=limits_of_workers(),
         )
 
 

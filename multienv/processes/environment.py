@@ -1,8 +1,7 @@
-"""Work out what a worker gets of the trainer's surroundings: variables, import path, directory, process attributes."""
+"""Work out what a worker gets of the trainer's surroundings: variables, import path, directory."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import sysconfig
@@ -10,8 +9,6 @@ from pathlib import Path
 
 from multienv.errors import UsageError
 from multienv.native import native
-from multienv.processes.limits import limits_of_trainer
-from multienv.wire.messages import Attributes
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -51,20 +48,6 @@ def working_directory() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return ""
-
-
-def process_attributes() -> Attributes:
-    """Return what a child of this process would inherit now."""
-    cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    return Attributes(_umask(), limits_of_trainer(), os.getpriority(os.PRIO_PROCESS, 0), cores)
-
-
-def _umask() -> int | None:
-    """Return the umask; ``None`` where it could be read only by setting it, which another thread would notice."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
-    return None
 
 
 def refuse_other_namespace() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import NamedTuple
 
 from multienv.errors import SystemLimitError
 
@@ -24,14 +23,6 @@ _LEAST_OF_WORKER = 4
 _LEAST_OTHERS = 25
 # The trainer's soft limit before it was raised here, and after that.
 _raised: tuple[int, int] | None = None
-
-
-class Limit(NamedTuple):
-    """Says what ``setrlimit`` is called with for a resource."""
-
-    resource: int
-    soft: int
-    hard: int
 
 
 def raise_descriptor_limit() -> None:
@@ -55,20 +46,15 @@ def refuse_too_many(workers: int) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-def limits_of_trainer() -> tuple[Limit, ...]:
-    """Return this process's limits for its workers; the one that was raised here as the user had it."""
-    found = []
-    for name in dir(resource):
-        if name.startswith("RLIMIT_"):
-            kind = getattr(resource, name)
-            try:
-                soft, hard = resource.getrlimit(kind)
-            except (OSError, ValueError):  # this system, or its sandbox, does not know it
-                continue
-            if kind == resource.RLIMIT_NOFILE and _raised is not None and soft == _raised[1]:
-                soft = _raised[0]
-            found.append(Limit(kind, soft, hard))
-    return tuple(dict.fromkeys(found))  # one of them has two names
+def limits_of_workers() -> dict[int, int]:
+    """Return the soft limits that a worker takes from this process; the one that was raised here as the user had it.
+
+    The size of files, too: the monitor may have been launched when it was too low for a worker's memory.
+    """
+    found = {kind: resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)}
+    if _raised is not None and found[resource.RLIMIT_NOFILE] == _raised[1]:
+        found[resource.RLIMIT_NOFILE] = _raised[0]
+    return found
 
 
 def limit_error(error: OSError) -> SystemLimitError:

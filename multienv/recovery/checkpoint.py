@@ -257,7 +257,7 @@ class Checkpoints:
         there = Position(worker.position.build, journal)
         there.load(position)
         found = worker.recoverer.recover_by_replay(there.build, journal.plans(), progress, journal.why_no_plan())
-        if found.plan is not None and found.plan.resets and not journal.begins_anew:
+        if found.plan is not None and found.plan.resets:
             logger.warning(
                 "%s: restored by a replay from a reset. %s", worker.reporter.name, journal.memory.reservation
             )

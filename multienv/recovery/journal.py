@@ -12,7 +12,7 @@ Later a slot is replayed from a *start*: a reset of that slot before which the w
 random generators, whether the caller or the worker asked for the reset. Until its start a slot takes no part in a
 replay. A start is proven by an episode that has ended since, because a replay from there compares at least that
 episode. The last two proven starts are kept. An env that remembers something from before its start may go on otherwise.
-So such a replay is not exact, unless the user says that the env begins anew in each reset.
+So such a replay is not exact.
 
 What the journal holds is therefore bounded by the length of episodes, not by the length of the run.
 """
@@ -176,7 +176,6 @@ class Journal:
         self.histories = [History(is_whole=self.recording) for _ in range(self.slots)]
         self._built: float | None = None  # time of the envs at their construction; noted at the first look
         self._is_affordable = True  # a replay from the construction, as far as time goes
-        self._has_forgotten = False  # a call or attribute set that no plan repeats any more
         self._longer: dict[int, int] = {}  # by how much an entry is longer than a plain step, or shorter
         self._kept_calls = dict(enumerate(repeated, number + 1 - len(repeated)))
 
@@ -256,11 +255,6 @@ class Journal:
         """Return the numbers of the entries from ``front`` on; what comes before is not looked at."""
         return list(takewhile(lambda one: one >= front, reversed(self.entries)))[::-1]
 
-    @property
-    def begins_anew(self) -> bool:
-        """Return whether a replay from a reset is exact: the user says so, and no replay has shown otherwise."""
-        return self._policy.begins_anew and not self.memory.has_shown and not self._has_forgotten
-
     def plans(self, *, near: bool = False, anew: Collection[int] = ()) -> list[Plan]:
         """Return the replays to try, in order.
 
@@ -271,7 +265,7 @@ class Journal:
         if not self.recording:
             return []
         far_plan, near_plan = self._plan(near=False, anew=anew), self._plan(near=True, anew=anew)
-        is_far = self.is_whole and not self.begins_anew and (self._is_affordable or self.memory.has_shown)
+        is_far = self.is_whole and (self._is_affordable or self.memory.has_shown)
         tried = [far_plan, near_plan] if is_far and not near else [near_plan, far_plan]
         found = [plan for plan in tried if plan is not None]
         return found[:1] if len(found) == 2 and found[0].begun == found[1].begun else found
@@ -284,7 +278,7 @@ class Journal:
     def _plan(self, *, near: bool, anew: Collection[int] = ()) -> Plan | None:
         """Return the replay from the last starts, or from the first ones; ``None`` if no slot has any."""
         begun, missing, resets, from_construction = {}, {}, [], False
-        only_whole = self._policy.accept == "exact" and not self.begins_anew
+        only_whole = self._policy.accept == "exact"
         for slot, history in enumerate(self.histories):
             proven = history.proven()
             if slot in anew:
@@ -337,6 +331,7 @@ class Journal:
             snapshot: Number of the last request executed in the newest forked snapshot; 0: there is none.
             forks: The worker can be forked, as far as is known.
         """
+        self._forget_calls(limit)
         self._built = seconds if self._built is None else self._built
         since_built, room = seconds - self._built, self._front_within(limit)
         self._is_affordable = since_built <= min(self._affordable, longest)
@@ -344,8 +339,6 @@ class Journal:
             is_kept = self._is_affordable
         else:  # no other recovery would be exact
             is_kept = since_built <= longest or (forks and not snapshot)
-        if self.begins_anew and all(history.proven() for history in self.histories if history.is_whole):
-            is_kept = False
         is_kept = is_kept and room == self.first
         front, histories = self.first, []
         for history in self.histories:
@@ -369,7 +362,6 @@ class Journal:
             for number in dropped if self._longer else ():
                 self._longer.pop(number, None)
             self._oldest = front
-        self._forget_calls(limit)
 
     def _front_within(self, limit: int) -> int:
         """Return the number from which on entries take no more than ``limit`` bytes."""
@@ -395,7 +387,9 @@ class Journal:
             if len(self._kept_calls) <= MOST_CALLS and size <= limit // _CALLS_PART:
                 return
             sometimes("a call or attribute set is too old to be repeated")
-            self._has_forgotten = True
+            if number < self.first:  # repeated in the new envs: a replay from their construction would lack it
+                for history in self.histories:
+                    history.is_whole = False
             size -= len(self._kept_calls.pop(number))
 
     # --- copies -----------------------------------------------------------------------------------
@@ -407,7 +401,6 @@ class Journal:
             "first": self.first,
             "built": self._built,
             "is_affordable": self._is_affordable,
-            "has_forgotten": self._has_forgotten,
             "stride": self.stride,
             "calls": dict(self._kept_calls),
             "histories": tuple((tuple(map(tuple, of.starts)), of.ended, of.is_whole) for of in self.histories),
@@ -423,7 +416,6 @@ class Journal:
         self.first = data["first"]
         self._oldest = next(iter(self.entries), self.first)  # there may be some that an interrupted trim has left
         self._built, self._is_affordable = data["built"], data["is_affordable"]
-        self._has_forgotten = data["has_forgotten"]
 
 
 def furthest_replay(data: Mapping[str, Any] | None) -> Replay | None:

@@ -36,8 +36,8 @@ class MemoryAcrossResets:
         self.has_shown = True
         logger.warning(
             "%s carries memory across resets, or draws random numbers that multienv does not know: a replay from a "
-            "reset came out otherwise (%s). From now on such replays count as 'replayed' even with "
-            "RestartPolicy(begins_anew=True), and planned replacements wait for a reset of all envs of a worker. "
+            "reset came out otherwise (%s). From now on a replay begins at the construction where it can, and planned "
+            "replacements wait for a reset of all envs of a worker. "
             "To have only recoveries that are shown to be exact, give RestartPolicy(accept='exact'). "
             "`multienv doctor` examines the env.",
             env,

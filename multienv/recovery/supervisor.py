@@ -731,7 +731,7 @@ class Supervisor:
     def _go_on_from(self, plan: Plan | None, lost: Iterable[int], progress: RecoveryProgress) -> None:
         """Note that the envs come from a replay; ``None``: from a snapshot. Those in ``lost`` are others."""
         journal = self.position.journal
-        progress.is_exact = plan is None or not plan.resets or journal.begins_anew
+        progress.is_exact = plan is None or not plan.resets
         if plan is not None:
             journal.go_on_from(plan)
             journal.lose(lost)

@@ -31,7 +31,7 @@ from multienv.wire.messages import Build, Description, Replay, message_of
 from multienv.wire.segment import Segment
 
 FORMAT = "multienv-report"
-VERSION = 7
+VERSION = 8
 # Bytes of pickled functions that a report has room for.
 _MOST_ENV_FNS = store.REPORT_BYTES // 2
 _NO_JOURNAL = (

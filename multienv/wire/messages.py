@@ -31,23 +31,6 @@ class MainScript:
 
 
 @dataclass(frozen=True, slots=True)
-class Attributes:
-    """Attributes of the trainer's process that a child would inherit.
-
-    Attributes:
-        umask: ``None``: not known.
-        limits: For each resource its number and its soft and hard limit, as ``setrlimit`` takes them.
-        nice: As ``setpriority`` takes it.
-        cores: That the process may run on; ``None``: any.
-    """
-
-    umask: int | None
-    limits: tuple[tuple[int, int, int], ...]
-    nice: int
-    cores: frozenset[int] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Setting:
     """Describes the surroundings of the trainer, which a new process takes over.
 
@@ -61,7 +44,7 @@ class Setting:
         authkey: multiprocessing's, for proxies that an ``env_fn`` may hold.
         variables: Of this worker alone, put over the environment: ``worker_env``.
         main: The main script.
-        attributes: Of the trainer's process; ``None``: those of the process itself, on another machine.
+        limits: Resource → soft limit, as ``setrlimit`` takes them; of all others the process keeps its own.
     """
 
     path: tuple[str, ...]
@@ -72,7 +55,7 @@ class Setting:
     authkey: bytes
     variables: Mapping[str, str] = field(default_factory=dict)
     main: MainScript = MainScript()
-    attributes: Attributes | None = None
+    limits: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ import cloudpickle
 
 from multienv.native import native
 from multienv.wire.banks import STEP
-from multienv.wire.messages import Attributes, Build
+from multienv.wire.messages import Build
 from multienv.wire.segment import (
     OTHER_SECONDS,
     PID,
@@ -329,32 +329,13 @@ def _apply_setting(build: Build, snapshots: Snapshots) -> None:
     sys.path[:] = setting.path
     with contextlib.suppress(OSError):
         os.chdir(setting.directory)
-    if setting.attributes is not None:
-        _take(setting.attributes)
+    for kind, soft in setting.limits.items():
+        with contextlib.suppress(OSError, ValueError):  # a sandbox does not allow it
+            resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1]))
     mark, folder = ({name: os.environ[name]} if name in os.environ else {} for name in (MARK_VARIABLE, "TMPDIR"))
     os.environ.clear()
     os.environ.update({**setting.environment, **folder, **setting.variables, **mark})
     tempfile.tempdir = None  # it may have been worked out before
-
-
-def _take(attributes: Attributes) -> None:
-    """Give this process the trainer's attributes. What the system does not allow is left as it is."""
-    if attributes.umask is not None:
-        os.umask(attributes.umask)
-    for kind, soft, hard in attributes.limits:
-        present = resource.getrlimit(kind)
-        if (soft, hard) == present:
-            continue
-        try:
-            resource.setrlimit(kind, (soft, hard))
-        except (OSError, ValueError):  # only root may raise the hard one
-            with contextlib.suppress(OSError, ValueError):
-                resource.setrlimit(kind, (soft, present[1]))
-    with contextlib.suppress(OSError):  # only root may lower it
-        os.setpriority(os.PRIO_PROCESS, 0, attributes.nice)
-    if attributes.cores is not None:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, attributes.cores)
 
 
 def set_title(title: str) -> None:

@@ -205,7 +205,7 @@ def test_replay_is_bounded_by_the_time_of_resets_and_begins_where_the_worker_tol
 ) -> None:
     events: list[Any] = []
     _, options = clusters.make()
-    policy = RestartPolicy(snapshots=False, replay_limit=0.4, begins_anew=True)
+    policy = RestartPolicy(snapshots=False, replay_limit=0.4)
     twin = CounterEnv(horizon=4, count_episodes=False)
     env_fn = partial(SlowEnv, reset_seconds=0.05, horizon=4, count_episodes=False)
     with RayEnv(env_fn, ray=options, restart=policy, hooks=[events.append]) as env:
@@ -219,7 +219,7 @@ def test_replay_is_bounded_by_the_time_of_resets_and_begins_where_the_worker_tol
                     kill_worker(env)
                 assert first_difference(env.step(step)[:4], twin.step(step)[:4]) is None
     (recovery,) = [event for event in events if isinstance(event, Recovery)]
-    assert recovery.outcome == "exact"
+    assert recovery.outcome == "replayed"
     assert recovery.replayed <= 2 * 5
 
 

@@ -146,24 +146,32 @@ def test_directory_and_environment_are_the_trainers_but_for_its_mpi_job(tmp_path
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_process_attributes_and_streams_are_the_trainers_at_the_launch(tmp_path, context):
-    """Not those that it had when its monitor was launched: a trainer of its own changes them in between."""
+def test_streams_are_the_trainers_at_the_launch_and_process_attributes_those_of_its_first_env(tmp_path, context):
+    """A trainer of its own changes them in between."""
     code = f"""
 import os, resource
 from kit import CounterEnv
 from contract_envs import SurroundingsEnv
 from multienv import SubprocessEnv
-with SubprocessEnv(CounterEnv):
-    os.umask(0o27)
+def attributes():
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask, resource.getrlimit(resource.RLIMIT_CORE), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0)
+os.umask(0o27)
+os.nice(2)
+expected = attributes()
+with SubprocessEnv(CounterEnv) as first:
+    first.initialize()
+    os.umask(0o77)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.nice(3)
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {{core}})
+    assert attributes() != expected
     log = os.open({str(tmp_path / "log")!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     with SubprocessEnv(SurroundingsEnv, context={context!r}) as env:
-        expected = 0o27, resource.getrlimit(resource.RLIMIT_CORE), os.getpriority(os.PRIO_PROCESS, 0), {{core}}
         assert env.call("process_attributes") == expected, env.call("process_attributes")
         env.call("say", "said by the first, ")
         env.reset(seed=0)

@@ -91,7 +91,7 @@ def test_a_replay_begins_at_a_reset_inside_a_fragment(is_batch: bool) -> None:
     """The only reset that the trainer has asked for has left the journal."""
     slow: Any = partial(SlowEnv, step_seconds=0.001, count_episodes=False)
     quick: Any = partial(CounterEnv, count_episodes=False)
-    restart = RestartPolicy(snapshots=False, begins_anew=True, backoff=0.0, journal_limit=15_000)
+    restart = RestartPolicy(snapshots=False, backoff=0.0, journal_limit=15_000)
     with (
         SubprocessVectorEnv([slow] * 2, envs_per_worker=2, restart=restart)
         if is_batch
@@ -105,7 +105,7 @@ def test_a_replay_begins_at_a_reset_inside_a_fragment(is_batch: bool) -> None:
         assert Killer(env).strike()
         expect_same(env.rollout(constant, 50), twin.rollout(constant, 50))
         told = env.statistics()[0] if is_batch else env.statistics()
-        assert (told.exact_recoveries, told.truncated_recoveries) == (1, 0)
+        assert (told.replayed_recoveries, told.truncated_recoveries) == (1, 0)
         assert 0 < told.replayed_steps < 200
 
 

@@ -17,6 +17,7 @@ from invariant_envs import CountsResets, DelayedByPipe, MemoryEnv, with_thread
 
 from kit import CounterEnv, kill_worker
 from kit.monitor import monitor_pid
+from kit.replays import prefer_resets
 from multienv import (
     Recovery,
     Recycled,
@@ -32,14 +33,7 @@ NO_SNAPSHOTS = {"snapshots": False, "backoff": 0.0}
 
 @pytest.fixture
 def dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a replay from the construction be no longer affordable at once, and every reset told of."""
-    monkeypatch.setattr(journal, "AFFORDABLE", 0.0)
-    lay_out = journal.Journal.lay_out
-    monkeypatch.setattr(
-        journal.Journal, "lay_out", lambda self, stride, slots, seconds=0.0: lay_out(self, stride, slots)
-    )
-    monkeypatch.setattr(supervisor, "SHARE", math.inf)
-    monkeypatch.setattr(supervisor, "LARGE_SHARE", math.inf)
+    prefer_resets(monkeypatch)
 
 
 class Play:
@@ -118,11 +112,10 @@ def test_accepting_exact_recoveries_alone_changes_nothing_where_the_construction
     assert (play.outcomes(), play.differs) == (["exact"] * 3, None)
 
 
-def test_replay_of_an_env_that_begins_anew_is_exact_if_the_user_says_so(dear: None) -> None:
-    env_fn = partial(CounterEnv, horizon=5, count_episodes=False)
-    play = Play(env_fn, restart=RestartPolicy(accept="exact", begins_anew=True, **NO_SNAPSHOTS))
+def test_replay_of_an_env_that_begins_anew_is_short_and_counts_as_replayed(dear: None) -> None:
+    play = Play(partial(CounterEnv, horizon=5, count_episodes=False), restart=RestartPolicy(**NO_SNAPSHOTS))
     play.walk(100, kills=[31, 77]).close()
-    assert (play.outcomes(), play.differs) == (["exact"] * 2, None)
+    assert (play.outcomes(), play.differs) == (["replayed"] * 2, None)
     assert max(event.replayed for event in play.events if isinstance(event, Recovery)) <= 12, "not the shortest replay"
 
 
@@ -196,17 +189,19 @@ def test_replay_from_the_construction_repeats_resets_that_raised(kind: str) -> N
         assert face.statistics()[0].exact_recoveries == 1
 
 
-def test_replay_that_has_forgotten_an_attribute_is_not_exact_whatever_the_user_says(
-    dear: None, monkeypatch: pytest.MonkeyPatch
+def test_replay_from_the_construction_that_has_forgotten_an_attribute_set_there_is_not_exact(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The attribute was repeated in the process that has replaced the first one, and shows only later."""
     monkeypatch.setattr(journal, "MOST_CALLS", 3)
-    play = Play(
-        partial(CounterEnv, horizon=5, count_episodes=False), restart=RestartPolicy(begins_anew=True, **NO_SNAPSHOTS)
-    )
-    play.env.set_attr("offset", 0.0)
+    monkeypatch.setattr(supervisor, "LARGE_SHARE", math.inf)  # every reset is told of
+    play = Play(MemoryEnv, restart=RestartPolicy(recycle_after_steps=20, **NO_SNAPSHOTS))
+    play.env.set_attr("shows_after", 60)
+    play.walk(22)
+    assert play.outcomes(Recycled) == ["reset"]
     for _ in range(5):
         play.env.call("poke", 0.0)
-    play.walk(40, kills=[33]).close()
+    play.walk(16, kills=[37]).close()
     assert play.outcomes() == ["replayed"]
 
 
@@ -241,7 +236,7 @@ def test_kept_snapshot_that_is_gone_is_replayed_from_a_reset_with_a_warning_or_r
 def test_memory_that_has_shown_in_one_worker_is_known_to_all_of_its_batch(kind: str, dear: None, caplog: Any) -> None:
     events: list[Any] = []
     env_fns = [partial(MemoryEnv, shows_after) for shows_after in (20, math.inf)]
-    options: dict[str, Any] = {"restart": RestartPolicy(begins_anew=True, **NO_SNAPSHOTS), "hooks": [events.append]}
+    options: dict[str, Any] = {"restart": RestartPolicy(**NO_SNAPSHOTS), "hooks": [events.append]}
     victims = {30: 1, 60: 0, 75: 0, 90: 1}
     with Face(kind, env_fns, "NEXT_STEP", envs_per_worker=1, **options) as face:
         face.reset(seed=1)
@@ -249,11 +244,14 @@ def test_memory_that_has_shown_in_one_worker_is_known_to_all_of_its_batch(kind: 
             if step in victims:
                 face.signal(worker=victims[step])
             face.step([0, 0])
-    outcomes = [(event.loss.envs[0], event.outcome) for event in events if isinstance(event, Recovery)]
-    assert outcomes[0] == (1, "exact"), "it begins anew, says the user"
-    assert outcomes[1] == (0, "truncated"), "it does not"
-    assert outcomes[3] == (1, "replayed"), "and so the other one may not either"
-    warnings = [one for one in caplog.records if "From now on such replays" in one.getMessage()]
+    told = [event for event in events if isinstance(event, Recovery)]
+    outcomes = [(event.loss.envs[0], event.outcome) for event in told]
+    assert outcomes[0] == (1, "replayed"), "from a reset"
+    assert outcomes[1] == (0, "exact"), "not from a reset, which strays, but from the construction"
+    assert outcomes[3] == (1, "replayed")
+    assert "remembers something" in told[0].reason
+    assert "This env carries memory across resets" in told[3].reason
+    warnings = [one for one in caplog.records if "From now on" in one.getMessage()]
     assert [one.levelno for one in warnings] == [logging.WARNING]
     assert "env 0" in warnings[0].getMessage()
 

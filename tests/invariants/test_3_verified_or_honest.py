@@ -16,6 +16,7 @@ from faces import AND_ASYNC, KINDS, REPLAY, Face, assert_as_without_losses, asse
 from invariant_envs import FileEnv, HiddenGoalEnv, WideEnv
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEnv, descendants, is_alive, kill_worker
+from kit.replays import prefer_resets
 from kit.trainer_process import becomes_true
 from multienv import Recovery, Recycled, RestartPolicy, SubprocessVectorEnv
 from multienv.errors import WorkerLostError
@@ -163,7 +164,8 @@ def test_what_envs_draw_from_generators_that_they_share_is_never_taken_for_exact
     monkeypatch.setattr(supervisor, "SHARE", 1.0)
     monkeypatch.setattr(supervisor, "LARGE_SHARE", 1.0)
     env_fns = [partial(HiddenGoalEnv, horizon=horizon, count_episodes=False) for horizon in (60, 7, 9)]
-    policy = RestartPolicy(snapshots=False, begins_anew=True, recycle_after_steps=70 if way == "recycled" else None)
+    recycled = 70 if way == "recycled" else None
+    policy = RestartPolicy(snapshots=False, journal_limit=12_000, recycle_after_steps=recycled)
     events: list[Any] = []
     twin = SubprocessVectorEnv(env_fns, envs_per_worker=3)
     with twin, SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=policy, hooks=[events.append]) as envs:
@@ -181,18 +183,18 @@ def test_what_envs_draw_from_generators_that_they_share_is_never_taken_for_exact
             assert all(map(np.array_equal, told, expected)), step
     assert way == "recycled", "the loss was not noticed"
     outcomes = {event.outcome for event in events if isinstance(event, Recycled)}
-    assert outcomes == {"put off"}, events
+    assert {"put off"} <= outcomes <= {"put off", "exact"}, events  # exact: from the construction
 
 
 @pytest.mark.parametrize("case", ["one draws", "all begin together"])
-def test_a_replay_in_which_envs_draw_what_they_drew_from_shared_generators_is_exact(
+def test_a_replay_in_which_envs_draw_what_they_drew_from_shared_generators_is_taken(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "SHARE", 1.0)
+    prefer_resets(monkeypatch)
     horizons = (60, 7, 9) if case == "one draws" else (9, 9, 9)
     kinds = [HiddenGoalEnv if case != "one draws" or place == 1 else CounterEnv for place in range(3)]
     env_fns = [partial(kind, horizon=most, count_episodes=False) for kind, most in zip(kinds, horizons, strict=True)]
-    twin, policy = SubprocessVectorEnv(env_fns, envs_per_worker=3), RestartPolicy(snapshots=False, begins_anew=True)
+    twin, policy = SubprocessVectorEnv(env_fns, envs_per_worker=3), RestartPolicy(snapshots=False)
     with twin, SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=policy) as envs:
         for one in (envs, twin):
             one.reset(seed=5)
@@ -200,4 +202,4 @@ def test_a_replay_in_which_envs_draw_what_they_drew_from_shared_generators_is_ex
             if step in (200, 333):
                 kill_worker(envs)
             assert all(map(np.array_equal, envs.step(STAY)[:4], twin.step(STAY)[:4])), step
-        assert envs.statistics()[0].exact_recoveries == 2
+        assert envs.statistics()[0].replayed_recoveries == 2

@@ -18,6 +18,7 @@ from gymnasium.wrappers import NormalizeObservation, RecordEpisodeStatistics, Re
 from gymnasium.wrappers import vector as outside
 from striking import Striking, assert_all_exact
 
+from kit.replays import prefer_resets
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer, worker_pids
 
@@ -92,7 +93,7 @@ def run_of_one(where: str, videos: Path, restart: RestartPolicy, kills: tuple[in
 @pytest.mark.filterwarnings("ignore:.*Overwriting existing videos")
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_recorders_of_one_env_return_and_write_the_same_but_for_videos_in_the_worker_after_a_replay_from_a_reset(
-    where, tmp_path
+    where, tmp_path, monkeypatch
 ):
     forked, replayed = RestartPolicy(snapshot_every=5), RestartPolicy(snapshots=False)
     expected, calm = run_of_one(where, tmp_path / "calm", replayed, ())
@@ -100,8 +101,8 @@ def test_recorders_of_one_env_return_and_write_the_same_but_for_videos_in_the_wo
     if where == "inside":
         assert run_of_one(where, tmp_path / "forked", forked, (30, 110)) == (expected, calm)
     assert run_of_one(where, tmp_path / "replayed", replayed, (30, 110)) == (expected, calm)
-    anew = RestartPolicy(snapshots=False, begins_anew=True)
-    found, videos = run_of_one(where, tmp_path / "anew", anew, (30, 110))
+    prefer_resets(monkeypatch)
+    found, videos = run_of_one(where, tmp_path / "anew", replayed, (30, 110))
     assert found == expected
     if where == "around":
         assert videos == calm

@@ -45,7 +45,7 @@ POLICIES = {
     "snapshot": RestartPolicy(snapshot_every=2, backoff=0.0),
     "journal": RestartPolicy(snapshots=False, backoff=0.0),
     # Each slot is replayed from resets of its own as soon as that can be: see Run.play().
-    "starts": RestartPolicy(snapshots=False, backoff=0.0, begins_anew=True),
+    "starts": RestartPolicy(snapshots=False, backoff=0.0),
     # Forgets the beginning of its journal: what it has left may not lead to the envs as they are.
     "short journal": RestartPolicy(snapshots=False, journal_limit=600, backoff=0.0),
     "truncate": RestartPolicy(on_crash="truncate", on_timeout="truncate", backoff=0.0),

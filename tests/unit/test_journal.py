@@ -23,8 +23,7 @@ from multienv.recovery.journal import Journal, Plan, Start, furthest_replay
 
 STRIDE, SLOTS = 16, 2
 AFFORDABLE, MOST_CALLS = 2.0, 2
-POLICIES = [RestartPolicy(), RestartPolicy(accept="exact"), RestartPolicy(begins_anew=True),
-            RestartPolicy(accept="exact", begins_anew=True)]  # fmt: skip
+POLICIES = [RestartPolicy(), RestartPolicy(accept="exact")]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,7 +78,8 @@ class Model(RuleBasedStateMachine):
         self.asked: list[Asked] = []
         self.starts: list[list[Start]] = [[] for _ in range(SLOTS)]
         self.ended = [0] * SLOTS
-        self.whole, self.built, self.is_affordable, self.has_forgotten = [True] * SLOTS, None, True, False
+        self.whole, self.built, self.is_affordable = [True] * SLOTS, None, True
+        self.construction = self.number
         self.front = self.snapshot = self.trimmed = 0  # numbers
 
     def repeat(self, call: Callable[[], Any], cuts: list[int | None]) -> None:
@@ -172,6 +172,9 @@ class Model(RuleBasedStateMachine):
         expected = copy_of(self.journal)
         trim(expected)
 
+        while len(self.calls) > MOST_CALLS or sum(len(one.data) for one in self.calls) > limit // 4:
+            if self.calls.pop(0).number <= self.construction:  # a replay from there would lack it
+                self.whole = [False] * SLOTS
         since_built, sizes = self.seconds - self.built, [len(one.data) for one in self.asked]
         room = next(index for index in range(len(sizes) + 1) if sum(sizes[index:]) <= limit)
         forced = self.asked[room - 1].number + 1 if room else 0
@@ -180,8 +183,7 @@ class Model(RuleBasedStateMachine):
             is_kept = self.is_affordable
         else:
             is_kept = since_built <= longest or (forks and not newest)
-        needs_it = not self.begins_anew or not all(self.proven(slot) for slot in range(SLOTS) if self.whole[slot])
-        self.whole = [whole and is_kept and needs_it and not room for whole in self.whole]
+        self.whole = [whole and is_kept and not room for whole in self.whole]
         if place is not None:  # what is right after an interruption is right at any moment of the call
             interrupted(partial(trim, self.journal), place)
             self.plans_are_right()
@@ -196,9 +198,6 @@ class Model(RuleBasedStateMachine):
         ]  # fmt: skip
         trim(self.journal)
         assert self.journal.dump() == expected.dump()
-        while len(self.calls) > MOST_CALLS or sum(len(one.data) for one in self.calls) > limit // 4:
-            del self.calls[0]
-            self.has_forgotten = True
 
         # What is held is bounded by the limits, and by episodes.
         assert sum(map(len, self.journal.entries.values())) <= limit
@@ -233,10 +232,6 @@ class Model(RuleBasedStateMachine):
         old.note_ends(range(SLOTS), self.number + 1)
 
     # --- what the list says -----------------------------------------------------------------------
-
-    @property
-    def begins_anew(self) -> bool:
-        return self.policy.begins_anew and not self.journal.memory.has_shown and not self.has_forgotten
 
     def proven(self, slot: int) -> list[Start]:
         return [one for one in self.starts[slot] if one.number < self.ended[slot]]
@@ -275,14 +270,14 @@ class Model(RuleBasedStateMachine):
         journal = self.journal
         assert [history.is_whole for history in journal.histories] == self.whole
         assert journal.kept_calls() == tuple(one.data for one in self.calls)
-        takes_resets = self.policy.accept == "replayed" or self.begins_anew
+        takes_resets = self.policy.accept == "replayed"
         proven = {slot: found for slot in range(SLOTS) if takes_resets and (found := self.proven(slot))}
         plans, near = journal.plans(), journal.plans(near=True)
         if not any(self.whole) and not proven:
             assert plans == near == []
             assert ("accept" in journal.why_no_plan()) == any(map(self.proven, range(SLOTS)))
             return
-        prefers_whole = any(self.whole) and not self.begins_anew and (self.is_affordable or journal.memory.has_shown)
+        prefers_whole = any(self.whole) and (self.is_affordable or journal.memory.has_shown)
         far = plans[0 if prefers_whole else -1]
         if any(self.whole):
             assert far.requests == len(self.asked)
