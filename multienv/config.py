@@ -155,8 +155,8 @@ class Deadlines(Named):
 class RestartPolicy(Named):
     """Says what happens when a worker is lost, and how often.
 
-    ``"replay"`` recovers the same episode and verifies it; if multienv cannot show that the episode is exact, it
-    truncates it. ``"truncate"`` ends the episode at the failed step. ``"raise"`` raises a
+    ``"replay"`` recovers the same episode and verifies it; if no recovery that ``accept`` allows succeeds, the episode
+    is truncated. ``"truncate"`` ends the episode at the failed step. ``"raise"`` raises a
     :class:`~multienv.errors.WorkerLostError`.
 
     Args:
@@ -167,7 +167,7 @@ class RestartPolicy(Named):
         accept: Which recoveries are taken, if the action is ``"replay"``. ``"exact"``: only those that go on from a
             forked copy of the lost process, or repeat all that happened since the env was built; an episode that can
             only be repeated from a reset is truncated. ``"replayed"``: those from a reset too, if at least one whole
-            episode compares equal.
+            episode compares equal. The same holds for ``restore()``, ``load_state_dict()`` and replacements by plan.
         max_restarts: Restarts of a worker allowed within ``window``; one more raises
             :class:`~multienv.errors.RestartBudgetExceeded`.
         window: Length of the window, in seconds.

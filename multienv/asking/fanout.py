@@ -362,12 +362,12 @@ class FanOut:
     def _collect(self, current: Round, until: float) -> Round:
         """Wait for all answers of a round. Raises WaitTimeout."""
         while current.misses_some():
-            is_here = self.members.recovers_here and until == inf and not current.tasks
-            ready: Collection[int] = current.order if is_here else self._heard(current, until)
+            recovers = self.members.recovers_here and until == inf and not current.tasks
+            ready: Collection[int] = current.order if recovers else self._heard(current, until)
             if not ready and monotonic() >= until:
                 self._owner.clear()  # any thread may wait again
                 raise WaitTimeout(f"{current.name}(): an answer is not there yet; nothing is lost, wait again.")
-            self.members.collect(current, ready, recovers=is_here)
+            self.members.collect(current, ready, recovers=recovers)
         return current
 
     def _heard(self, current: Round, until: float) -> list[int]:

@@ -205,8 +205,8 @@ class Checkpoints:
         journal = self._supervisor.position.journal
         if not journal.replaying or not any(not plan.missing for plan in journal.plans()):
             raise UsageError(
-                "state_dict(): what drove the env is not all known: its RestartPolicy does not replay, or the episode "
-                "has outgrown its journal_limit or replay_limit. Once the next episode has ended it is known again."
+                "state_dict(): what drove the env is not all known: its RestartPolicy does not replay; or the "
+                "episode has outgrown its journal_limit or replay_limit, until the next one has ended."
             )
         position = pickle.dumps(self.position(), protocol=5)
         return {"version": _VERSION, "position": position, "digest": _digest_of(position)}

@@ -591,10 +591,10 @@ class Recoverer:
         self._check_time(progress)
         message, codec = plan.message, self.codec
         progress.doing = f"replaying {plan.requests} requests"
-        replayed = self.ask(channel, message, until, self._limits_of(plan), progress)
+        answered = self.ask(channel, message, until, self._limits_of(plan), progress)
         progress.replayed += plan.requests
         starts = {start.slot: start.entry for start in message.starts if start.waits}
-        found = differences(plan.entries, replayed, codec.layout, exact=codec.exact, starts=starts)
+        found = differences(plan.entries, answered, codec.layout, exact=codec.exact, starts=starts)
         for slot in plan.resets:
             if slot in found and is_comparable(found[slot]):
                 self._strayed(slot, found[slot])

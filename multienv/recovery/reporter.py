@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,7 +61,8 @@ class Reporter:
         self._slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
-        self._losses = self._exact = self._repeated = self._truncated = self._replayed = self._recycled = 0
+        self._losses = self._recycled = self._replayed_requests = 0
+        self._outcomes: Counter[Outcome] = Counter()  # of losses
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
 
     # --- names and positions ----------------------------------------------------------------------
@@ -219,10 +220,8 @@ class Reporter:
         new = self._for_hooks(recovery)
         # Nothing is called from here until the caller has committed the state, as in loss().
         self.last_recovery = recovery
-        self._exact += outcome == "exact"
-        self._repeated += outcome == "replayed"
-        self._truncated += outcome == "truncated"
-        self._replayed += progress.replayed
+        self._outcomes[outcome] += 1
+        self._replayed_requests += progress.replayed
         self.events += new
         return recovery
 
@@ -243,7 +242,7 @@ class Reporter:
             stack=getattr(error, "remote_traceback", ""),
         )
         self._losses += 1
-        self._truncated += 1
+        self._outcomes["truncated"] += 1
         self.last_loss = loss
         self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
         self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
@@ -258,7 +257,7 @@ class Reporter:
         """Note that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - progress.began
         self._recycled += outcome != "put off"
-        self._replayed += progress.replayed
+        self._replayed_requests += progress.replayed
         if outcome == "put off":
             logger.warning("%s: its process is not replaced, %s: %s", self.name, why, reason)
         else:
@@ -296,10 +295,10 @@ class Reporter:
             losses=self._losses,
             restarts=restarts,
             recycled=self._recycled,
-            exact_recoveries=self._exact,
-            replayed_recoveries=self._repeated,
-            truncated_recoveries=self._truncated,
-            replayed_steps=self._replayed,
+            exact_recoveries=self._outcomes["exact"],
+            replayed_recoveries=self._outcomes["replayed"],
+            truncated_recoveries=self._outcomes["truncated"],
+            replayed_steps=self._replayed_requests,
             recovery_seconds=tuple(self._times),
             step_seconds=step_seconds,
             journal_bytes=journal_bytes,

@@ -512,7 +512,7 @@ class Supervisor:
                 if instruction is Instruction.RAISE_POISON and request is not None and request.kind is Kind.RESET:
                     self.give_up()  # it may end every process in which the env is as it was
                 break
-            instruction = self._steps_of[instruction](self, until)
+            instruction = self._methods[instruction](self, until)
             self._refuse_if_unusable("collect")
         if instruction is Instruction.NOTHING:
             return None
@@ -781,7 +781,7 @@ class Supervisor:
         return Instruction.DELIVER
 
     # What carries out an instruction; each returns the next one.
-    _steps_of = {  # noqa: RUF012 - never written to
+    _methods = {  # noqa: RUF012 - never written to
         Instruction.ASK: _do_ask,
         Instruction.LAUNCH: _do_launch,
         Instruction.AWAIT_BUILD: _do_await_build,
