@@ -24,6 +24,8 @@ from multienv.processes.channel import Fate
 # Where descriptors run out, the first ones are received: over the fate socket it is told why there is no process.
 LAUNCH = 1
 FREE = 2  # end the snapshot kept under this token
+PRELOAD = 6  # launches with this token are to fork a template; descriptor: a file that says what it imports
+DROP = 7  # end the template with this token
 # Of the descriptors that come with LAUNCH, those that are the worker's own.
 OWN_DESCRIPTORS = 3
 # On the control socket: wake the snapshot kept under this token. On a fate socket: wake the worker's snapshot.
@@ -50,8 +52,8 @@ class Order:
         operation: One of the above.
         fresh: Launch a fresh interpreter (spawn) instead of a fork of the monitor (forkserver).
         native_threads: Threads of native libraries in a fresh interpreter; 0: as the user has set them.
-        token: Of the snapshot.
-        title: Name of the process.
+        token: Of the snapshot, or of the template; 0: none.
+        title: Name of the process; of a template, what it imports.
     """
 
     operation: int

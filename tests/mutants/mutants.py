@@ -787,9 +787,9 @@ MUTANTS = [
     Mutant(
         "A worker outlives a monitor that is killed.",
         7,
-        "processes/monitor.py",
-        "        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
-        "        prctl(_PR_SET_PDEATHSIG, 0)",
+        "processes/forked.py",
+        "    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "    prctl(_PR_SET_PDEATHSIG, 0)",
         ("tests/faults/test_monitor.py",),
     ),
     Mutant(
