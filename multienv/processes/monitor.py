@@ -322,6 +322,7 @@ class Monitor:
         take_streams(descriptors)
         template = self._templates.get(order.token)
         try:
+            refuse_incomplete(descriptors)
             if template is not None and not template.pid and not template.refusal:
                 self._begin(template)
             if template is not None and template.pid and not template.is_ready:
@@ -342,7 +343,7 @@ class Monitor:
     # --- templates ----------------------------------------------------------------------------
 
     def _begin(self, template: Template) -> None:
-        """Fork the template from the monitor; it imports, and tells what came of it. Raises OSError."""
+        """Begin the process of a template, and listen to it. Raises OSError."""
         template.begin()
         self._on_readable(template.fileno(), lambda: self._hear_template(template))
 
@@ -613,8 +614,7 @@ class Lines(NamedTuple):
 
         Raises OSError, also when not all that was sent could be received.
         """
-        if len(descriptors) < OWN_DESCRIPTORS:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        refuse_incomplete(descriptors)
         fate, wake_socket, memory = descriptors
         for _ in range(2):
             descriptors += os.pipe()
@@ -634,6 +634,12 @@ class Lines(NamedTuple):
         fate.setblocking(False)
         announcements.setblocking(False)
         return Worker(pid, fate, self.stderr_read, self.stack_read, announcements)
+
+
+def refuse_incomplete(descriptors: list[int]) -> None:
+    """Raise OSError if not all descriptors that were sent with an order could be received."""
+    if len(descriptors) < OWN_DESCRIPTORS:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def take_streams(descriptors: list[int]) -> None:

@@ -67,10 +67,7 @@ class Template:
         close_all(descriptors)
 
     def begin(self) -> None:
-        """Fork the process from the monitor, which it then is told apart from by nothing but its imports.
-
-        Raises OSError.
-        """
+        """Fork the process from the monitor, this process; it imports, and tells what came of it. Raises OSError."""
         monitor = os.getpid()
         ours, theirs = socket.socketpair()
         try:
@@ -140,7 +137,7 @@ class Template:
 def _words(code: int) -> str:
     if code == -signal.SIGALRM:
         return "the import was not done after half of Deadlines.start"
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    how = f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with exit code {code}"
     return f"the process that was to import it ended {how}"
 
 

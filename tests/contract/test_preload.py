@@ -171,7 +171,7 @@ THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(1000
         ("import socket; KEPT = socket.socketpair()\n", "importing slow_module has left an open file (socket:["),
         ("import subprocess; KEPT = subprocess.Popen(['sleep', '1000'])\n", "has left child processes"),
         ("import mmap; KEPT = mmap.mmap(-1, 4096)\n", "has left shared memory"),
-        ("os.abort()\n", "the process that was to import it ended by SIGABRT."),
+        ("os.abort()\n", "the process that was to import it ended by signal 6 (Aborted)."),
         ("os._exit(3)\n", "the process that was to import it ended with exit code 3."),
     ],
 )

@@ -923,8 +923,8 @@ MUTANTS = [
         "An error does not tell the exit code.",
         9,
         "processes/monitor.py",
-        "self._finish(worker, os.waitstatus_to_exitcode(status))",
-        "self._finish(worker, None)",
+        "self._finish(worker, code)\n            for",
+        "self._finish(worker, None)\n            for",
     ),
     Mutant(
         "The error of a loss does not tell the seed.",
