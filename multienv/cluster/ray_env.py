@@ -20,7 +20,7 @@ from multienv.envs.building import (
     listed_env_fns,
 )
 from multienv.envs.subprocess_env import SupervisedEnv, built_envs
-from multienv.processes.launcher import method_of
+from multienv.processes.launcher import Preload, method_of
 from multienv.recovery.supervisor import abandon_all
 from multienv.wire.messages import Setting
 from multienv.wire.shared_pickle import SharedPickle
@@ -43,14 +43,14 @@ class Nodes:
         first: Index of the first worker.
     """
 
-    shares = False  # a host may be anywhere
+    shares = preloads = False  # a host may be anywhere
 
     def __init__(self, fleet: Fleet, context: Any, native_threads: int | None, first: int = 0) -> None:
         self._fleet = fleet
         self._method, self._native_threads = method_of(context), checked_threads(native_threads)
         self._next = first
 
-    def launcher(self, title: str, shared: SharedPickle | None) -> RelayLauncher:
+    def launcher(self, title: str, shared: SharedPickle | None, preload: Preload | None) -> RelayLauncher:
         """Return what launches the processes of the next worker."""
         index, self._next = self._next, self._next + 1
         return self._fleet.launcher(index, self._method, self._native_threads, title)

@@ -26,7 +26,7 @@ from multienv.errors import UsageError
 from multienv.events import Hook
 from multienv.processes.channel import Channel
 from multienv.processes.environment import module_path, worker_environment, working_directory
-from multienv.processes.launcher import Launch, method_of
+from multienv.processes.launcher import Launch, Preload, method_of, preload_of
 from multienv.processes.limits import limit_error, limits_of_workers
 from multienv.processes.serial import SerialChannel
 from multienv.processes.worker_process import run_uninterrupted
@@ -52,16 +52,19 @@ class Backend(Protocol):
 
     Attributes:
         shares: Its processes can be handed a file that several of them share.
+        preloads: They can be forked with modules imported.
     """
 
     shares: bool
+    preloads: bool
 
-    def launcher(self, title: str, shared: SharedPickle | None) -> Launcher:
+    def launcher(self, title: str, shared: SharedPickle | None, preload: Preload | None) -> Launcher:
         """Return what launches the processes of the next worker.
 
         Args:
             title: What ``ps`` shows.
             shared: What its envs are built from, if that lies in a shared file.
+            preload: What the processes have imported when they are forked, if they can be.
         """
         ...
 
@@ -80,10 +83,11 @@ class Processes:
     def __init__(self, context: Any, native_threads: int | None) -> None:
         self._method, self._native_threads = method_of(context), checked_threads(native_threads)
         self.shares = sys.platform == "linux"  # by memfd_create
+        self.preloads = sys.platform == "linux" and self._method == "forkserver"  # by a subreaper
 
-    def launcher(self, title: str, shared: SharedPickle | None) -> Launcher:
+    def launcher(self, title: str, shared: SharedPickle | None, preload: Preload | None) -> Launcher:
         """Return what launches the processes of a worker."""
-        return Launch(self._method, self._native_threads, title, shared)
+        return Launch(self._method, self._native_threads, title, shared, preload)
 
     def setting(self) -> Setting:
         """Return the trainer's import path, arguments and so on."""
@@ -127,6 +131,22 @@ def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
     return given
 
 
+def checked_preload(preload: Sequence[str], backend: Backend) -> tuple[str, ...]:
+    """Return the names of modules; raise UsageError if they are none, or if ``backend`` cannot preload them."""
+    if (
+        isinstance(preload, str)
+        or not isinstance(preload, Sequence)
+        or not all(isinstance(one, str) for one in preload)
+    ):
+        raise UsageError(f"preload is {preload!r:.100}; give the names of modules, such as ('robosuite', 'torch').")
+    if preload and not backend.preloads:
+        raise UsageError(
+            f"preload={tuple(preload)!r:.100} needs workers that are forked beside the trainer: use "
+            "context='forkserver', on Linux, not on a cluster."
+        )
+    return tuple(preload)
+
+
 def arguments() -> tuple[str, ...]:
     """Return ``sys.argv``; an embedded interpreter has none."""
     return tuple(getattr(sys, "argv", None) or ())
@@ -148,6 +168,10 @@ class WorkerOptions(TypedDict, total=False):
             for each worker. The index counts the processes of a vector env; for a single env it is ``env_index``, or 0.
             A replacement process gets the same variables. They are set before ``env_fn`` and its imports run; gymnasium
             and numpy are loaded by then.
+        preload: Names of modules that take long to import, such as ``("robosuite",)``. One process imports them, and
+            the processes of the envs are forked from it, replacements too. If they cannot be (an import raised, or
+            started a thread), a line on stderr says why, and each process imports for itself. Linux,
+            ``"forkserver"``.
         worker_seed: Seed of ``random`` and ``numpy.random`` in the processes, a non-negative integer; each process gets
             its own, derived from this and its index. ``None``: they are derived from the trainer's ``random`` and
             ``numpy.random``, which are not advanced. So a script that seeds these two first gives the same run each
@@ -167,6 +191,7 @@ class WorkerOptions(TypedDict, total=False):
     context: Any
     native_threads: int | None
     worker_env: WorkerEnv
+    preload: Sequence[str]
     worker_seed: int | None
     starts_at_once: int | None
     hooks: Sequence[Hook]
@@ -178,8 +203,8 @@ class Workers:
 
     Args:
         backend: Makes what says where they live, given ``context`` and ``native_threads``.
-        restart, deadlines, context, native_threads, worker_env, worker_seed, starts_at_once, hooks, reports: See
-            :class:`WorkerOptions`.
+        restart, deadlines, context, native_threads, worker_env, preload, worker_seed, starts_at_once, hooks, reports:
+            See :class:`WorkerOptions`.
 
     Attributes:
         recycles: Processes are replaced by plan.
@@ -197,6 +222,7 @@ class Workers:
         context: Any = None,
         native_threads: int | None = 1,
         worker_env: WorkerEnv = None,
+        preload: Sequence[str] = (),
         worker_seed: int | None = None,
         starts_at_once: int | None = None,
         hooks: Sequence[Hook] = (),
@@ -207,6 +233,9 @@ class Workers:
             if not isinstance(value, kind):
                 raise UsageError(f"{name} is {value!r:.100}; give {name}={kind.__name__}(...).")
         self._backend = backend(context, native_threads)
+        self._preload = checked_preload(preload, self._backend)
+        # Half, so that there is time to build the envs without it.
+        self._preload_seconds = None if deadlines.start is None else deadlines.start / 2
         self._restart = restart
         self._supervisor = partial(
             Supervisor,
@@ -258,6 +287,8 @@ class Workers:
         if index is not None and len(env_fns) > 1:
             title = f"multienv envs {index}-{index + len(env_fns) - 1}"
         variables = checked_variables(self._worker_env, (index or 0) if exact else next(self._numbers))
+        setting = replace(self._setting, variables=variables)
+        preload = preload_of(self._preload, setting, self._preload_seconds) if self._preload else None
         seeds = ProcessSeeds(seeds_from(self._seed, index or 0)) if self._seed is not None else seeds_of_trainer()
         packed = _packed(tuple(env_fns), shares=self._backend.shares)
         build = Build(
@@ -266,7 +297,7 @@ class Workers:
             autoreset=autoreset,
             seeds=seeds.values,
             draws=_draws(len(env_fns)),
-            setting=replace(self._setting, variables=variables),
+            setting=setting,
             space=space,
             truncates_errors=restart.on_error == "truncate",
             snapshots=(restart.snapshot_every or 0) if restart.snapshots and restart.replays else -1,
@@ -274,7 +305,7 @@ class Workers:
             title=title,
         )
         shared = packed if isinstance(packed, SharedPickle) else None
-        worker = self._supervisor(self._backend.launcher(title, shared), build, index=index)
+        worker = self._supervisor(self._backend.launcher(title, shared, preload), build, index=index)
         self._first = self._first or worker
         worker.share_memory(self._first)
         worker.recoverer.turns = self._turns

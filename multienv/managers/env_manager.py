@@ -66,6 +66,7 @@ class EnvManager:
         hooks: Sequence[Hook] = (),
         native_threads: int | None = 1,
         worker_env: WorkerEnv = None,
+        preload: Sequence[str] = (),
         worker_seed: int | None = None,
         starts_at_once: int | None = None,
         reports: str | os.PathLike[str] | None = None,
@@ -84,6 +85,7 @@ class EnvManager:
             "hooks": hooks,
             "native_threads": native_threads,
             "worker_env": worker_env,
+            "preload": preload,
             "worker_seed": worker_seed,
             "starts_at_once": starts_at_once,
             "reports": reports,
@@ -442,7 +444,7 @@ class AsyncSubprocessEnvManager(EnvManager):
     Args:
         env_fn: A list of functions that build the envs; the position in the list is the env's id.
         cfg: An :class:`~multienv.EnvManagerConfig`, or a dict of its options.
-        restart, hooks, native_threads, worker_env, worker_seed, starts_at_once, reports: See
+        restart, hooks, native_threads, worker_env, preload, worker_seed, starts_at_once, reports: See
             :class:`~multienv.WorkerOptions`.
         backend: Where the processes run: ``"subprocess"``, beside the trainer, or ``"ray"``, on the nodes of a cluster.
         ray: With ``backend="ray"``: a :class:`~multienv.RayOptions`; ``None``: the default options.

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -23,9 +24,11 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from multienv.errors import ClosedError, UsageError
@@ -39,14 +42,16 @@ from multienv.processes.environment import (
 )
 from multienv.processes.leftovers import end_orphans, remove_folder
 from multienv.processes.limits import limit_error, raise_descriptor_limit, refuse_too_many
-from multienv.processes.protocol import FREE, LAUNCH, WAKE, Order, tell_fate
+from multienv.processes.protocol import DROP, FREE, LAUNCH, PRELOAD, WAKE, Order, tell_fate
 from multienv.processes.worker_process import ProcessChannel, live, run_uninterrupted
 from multienv.sometimes import sometimes
 from multienv.threads import Lock
+from multienv.wire.messages import MainScript, Setting
+from multienv.wire.segment import anonymous_file
 from multienv.wire.shared_pickle import SharedPickle
 
 METHODS = ("forkserver", "spawn")
-PRELOAD = (
+LIGHT = (
     "numpy",
     "cloudpickle",
     "gymnasium",
@@ -97,6 +102,46 @@ def method_of(context: Any) -> str:
     return str(name)
 
 
+class Preload:
+    """What some workers are to have imported when they are forked: see the module ``template``.
+
+    The monitor keeps a process for it until nothing refers to this object.
+
+    Args:
+        names: Of modules.
+        setting: The surroundings in which they are imported.
+        seconds: Time for the import; ``None``: no limit.
+    """
+
+    def __init__(self, names: Sequence[str], setting: Setting, seconds: float | None) -> None:
+        self.token = next(_tokens)
+        self._names = tuple(names)
+        self._wish = pickle.dumps((self._names, setting, seconds))
+
+    def tell(self, client: MonitorClient) -> None:
+        """Tell the monitor what to import when the first of these workers is launched. Raises OSError."""
+        descriptor = anonymous_file()
+        try:
+            os.pwrite(descriptor, self._wish, 0)
+            client.send(Order(PRELOAD, token=self.token, title=", ".join(self._names)), [descriptor])
+        finally:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        """Tell the monitor that no worker needs it any more."""
+        _send_at_once(Order(DROP, token=self.token))
+
+
+_tokens = count(1)
+_preloads: weakref.WeakValueDictionary[str, Preload] = weakref.WeakValueDictionary()
+
+
+def preload_of(names: Sequence[str], setting: Setting, seconds: float | None) -> Preload:
+    """Return the same object for the same modules in the same surroundings; see :class:`Preload`."""
+    setting = replace(setting, main=MainScript(), registrations=b"")  # for workers only
+    return _preloads.setdefault(repr((names, setting, seconds)), Preload(names, setting, seconds))
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Says how to launch the processes of one worker: the same for the first and every replacement.
@@ -106,17 +151,22 @@ class Launch:
         native_threads: Threads of native libraries (BLAS, OpenMP); ``None``: as the user has set them.
         title: What ``ps`` shows.
         shared: What its envs are built from, in the file that several workers share; ``None``: nothing is.
+        preload: What the processes have imported when they are forked; ``None``: nothing.
     """
 
     method: str
     native_threads: int | None = 1
     title: str = ""
     shared: SharedPickle | None = None
+    preload: Preload | None = None
 
     def start(self) -> ProcessChannel:
         """Launch a process; does not wait for it. Raises SystemLimitError, UsageError, ClosedError."""
-        order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, title=self.title or "multienv worker")
-        return run_uninterrupted(partial(_launched, order, -1 if self.shared is None else self.shared.handed()))
+        token = 0 if self.preload is None else self.preload.token
+        title = self.title or "multienv worker"
+        order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, token, title)
+        shared = -1 if self.shared is None else self.shared.handed()
+        return run_uninterrupted(partial(_launched, order, shared, self.preload))
 
     def wake_kept(self, token: int) -> ProcessChannel | None:
         """Wake the snapshot kept under this token, as a new process with a new segment; ``None`` if it is gone.
@@ -131,10 +181,7 @@ class Launch:
 
     def free(self, token: int) -> None:
         """End the snapshot kept under this token. Waits only for room in the monitor's socket; no error."""
-        client = _client
-        if client is not None:
-            with contextlib.suppress(OSError):
-                client.send(Order(FREE, token=token), patience=_LONGEST_FREE)
+        _send_at_once(Order(FREE, token=token))
 
     def close(self) -> None:
         """Release what is shared; the monitor ends by itself."""
@@ -163,6 +210,7 @@ class MonitorClient:
         except BaseException:
             self._control.close()
             raise
+        self._preloads: set[int] = set()  # tokens of those that the monitor knows
         self._closing = Lock()  # held for moments: the socket is not closed while another thread sends
         self._waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread is to be had: is_alive() takes note of its end
@@ -194,6 +242,12 @@ class MonitorClient:
                     raise
             self.resume()
             time.sleep(0.001)  # not a poll: a socket with room may still hold as many descriptors as are allowed
+
+    def know(self, preload: Preload) -> None:
+        """Tell the monitor of a preload, unless it knows it. Raises OSError."""
+        if preload.token not in self._preloads:
+            preload.tell(self)
+            self._preloads.add(preload.token)
 
     def resume(self) -> None:
         """Resume the monitor if it has been stopped; called before each wait for the monitor."""
@@ -231,7 +285,15 @@ def set_hash_seed(seed: str) -> None:
     _hash_seed = seed
 
 
-def _launched(order: Order, shared: int = -1) -> ProcessChannel:
+def _send_at_once(order: Order) -> None:
+    """Send an order from a finalizer; it waits only for room in the monitor's socket, and raises nothing."""
+    client = _client
+    if client is not None:
+        with contextlib.suppress(OSError):
+            client.send(order, patience=_LONGEST_FREE)
+
+
+def _launched(order: Order, shared: int = -1, preload: Preload | None = None) -> ProcessChannel:
     """Launch a worker by the present monitor, or by a new one if the present one takes no more orders.
 
     If one monitor after the other is killed, return the channel to a worker that is lost already: those who launch
@@ -244,6 +306,8 @@ def _launched(order: Order, shared: int = -1) -> ProcessChannel:
             refuse_too_many(len(live) + 1)
             try:
                 with _turn:
+                    if preload is not None:
+                        client.know(preload)
                     return _ordered(client, order, shared)
             except OSError as error:
                 if error.errno not in _ENDED:
@@ -331,7 +395,7 @@ def _command(control: int, folder: str) -> list[str]:
         "signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5); "
     )
     code = where + watch + "import json; from multienv.processes.monitor import main; main(*json.loads(sys.argv[1]))"
-    settings = [control, PRELOAD, spawn, unset_thread_variables(), folder]
+    settings = [control, LIGHT, spawn, unset_thread_variables(), folder]
     return [*interpreter, "-c", code, json.dumps(settings)]
 
 

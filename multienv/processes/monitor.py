@@ -9,7 +9,6 @@ ends a second after the last worker and the last kept snapshot.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gc
 import importlib
@@ -18,15 +17,15 @@ import select
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from multienv.processes.channel import Fate
+from multienv.processes.forked import become_worker, prctl
 from multienv.processes.leftovers import (
     TRACKER_GRACE,
     children,
@@ -40,17 +39,18 @@ from multienv.processes.leftovers import (
     mapped_by,
     mark_in,
     members,
-    open_descriptors,
     remove_folder,
     shared_memory,
     unlink_unused,
 )
 from multienv.processes.limits import advice
 from multienv.processes.protocol import (
+    DROP,
     FREE,
     KILL,
     LAUNCH,
     OWN_DESCRIPTORS,
+    PRELOAD,
     STACK,
     WAKE,
     Order,
@@ -60,8 +60,9 @@ from multienv.processes.protocol import (
     tell_fate,
     tell_stack,
 )
+from multienv.processes.template import Template
 from multienv.worker import main as worker_main
-from multienv.worker.ends import MARK_VARIABLE, Ends, mark_of
+from multienv.worker.ends import mark_of
 from multienv.worker.snapshots import ANNOUNCEMENT, WAKING
 
 STDERR_TAIL = 4096
@@ -87,9 +88,7 @@ QUIET = 0.03
 # Seconds given to the reader of the trainer's stderr: no more, or a paused terminal would stop the monitor.
 STDERR_PATIENCE = 0.1
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +169,7 @@ class Monitor:
         self._workers: dict[int, Worker] = {}  # by pid; alive
         self._bereaved: set[Worker] = set()  # dead, with a snapshot that the trainer may wake
         self._kept: dict[int, Snapshot] = {}  # by token
+        self._templates: dict[int, Template] = {}  # by token; what a launch with this token is forked from
         self._freed: set[int] = set()  # tokens of those that were not there to be freed: they may be announced later
         self._selector = selectors.DefaultSelector()
         self._takes_orders = True
@@ -202,7 +202,7 @@ class Monitor:
     def _is_done(self) -> bool:
         if os.getppid() != self._trainer:
             self._lose_trainer()
-        if self._workers or (self._takes_orders and (self._bereaved or self._kept)):
+        if self._is_needed() or (self._takes_orders and (self._bereaved or self._kept)):
             self._ends_at = time.monotonic() + IDLE
             return False
         if self._takes_orders and time.monotonic() >= self._ends_at:
@@ -212,7 +212,7 @@ class Monitor:
             self._take_no_more_orders()
             while self._take_order():
                 pass
-        if self._takes_orders or self._workers:
+        if self._takes_orders or self._is_needed():
             return False
         self._kill_adopted(children())
         left, until = children() - self._spared(), self._ends_at
@@ -220,6 +220,10 @@ class Monitor:
             kill(left, signal.SIGCONT)  # one that has been stopped would not end by itself
             until += TRACKER_GRACE
         return not left or time.monotonic() >= until
+
+    def _is_needed(self) -> bool:
+        """Tell whether there are workers, or some are to be launched once a template is ready."""
+        return bool(self._workers) or any(template.waiting for template in self._templates.values())
 
     def _take_no_more_orders(self) -> None:
         self._takes_orders = False
@@ -230,6 +234,8 @@ class Monitor:
         self._take_no_more_orders()
         for worker in self._workers.values():
             worker.end(after=ORPHAN_GRACE)
+        for token in list(self._templates):
+            self._drop_template(token)
 
     def _dispatch(self, timeout: float) -> None:
         """Wait for descriptors and call what is registered with those that are ready.
@@ -275,10 +281,14 @@ class Monitor:
             self._launch(order, descriptors)
         elif order.operation == WAKE:
             self._wake(self._take_kept(order.token), descriptors)
+        elif order.operation == PRELOAD:
+            self._templates[order.token] = Template(descriptors, order.title, self._folder)
         else:
             close_all(descriptors)
             if order.operation == FREE:
                 self._free(order.token)
+            elif order.operation == DROP:
+                self._drop_template(order.token)
 
     def _free(self, token: int) -> None:
         """End the snapshot kept under this token; one that is being taken, or woken, ends when it is announced."""
@@ -326,17 +336,29 @@ class Monitor:
                     os.kill(worker.pid, worker_main.STACK_SIGNAL)
 
     def _launch(self, order: Order, descriptors: list[int]) -> None:
+        """Fork a worker, from its template if that is good; or have it wait until that is known."""
         monitor = os.getpid()
         take_streams(descriptors)
+        template = self._templates.get(order.token)
         try:
+            refuse_incomplete(descriptors)
+            if template is not None and not template.pid and not template.refusal:
+                self._begin(template)
+            if template is not None and template.pid and not template.is_ready:
+                self._have_wait(template, order, descriptors)
+                return
             lines = Lines.make(descriptors)
-            folder = made(self._folder and f"{self._folder}/{next(self._numbers)}")
-            pid = os.fork()
+            number = next(self._numbers)
+            folder = made(self._folder and f"{self._folder}/{number}")
+            order = replace(order, folder=number if folder else -1)
+            forked = 0 if template is None else template.fork(order, [*lines.ends, lines.stderr_write])
+            pid = forked or os.fork()
         except OSError as error:
-            self._decline(descriptors, error)
+            self._decline(descriptors, f"The monitor cannot launch the worker: {error}. {advice(error)}")
             return
         if pid == 0:
-            become_worker(lines, order, monitor, self._spawn_command, self._thread_variables, folder)
+            ends = [*lines.ends, lines.stderr_write]
+            become_worker(ends, order, monitor, folder, self._spawn_command, self._thread_variables)
         self._admit(lines, pid, folder)
 
     def _remove_folders(self) -> None:
@@ -358,6 +380,60 @@ class Monitor:
         left = {name: until for name, until in self._names.items() if not unlink_unused(name)}
         self._names = {name: until for name, until in left.items() if now < until}
 
+    # --- templates ----------------------------------------------------------------------------
+
+    def _begin(self, template: Template) -> None:
+        """Begin the process of a template, and listen to it. Raises OSError."""
+        template.begin()
+        self._on_readable(template.fileno(), lambda: self._hear_template(template))
+
+    def _have_wait(self, template: Template, order: Order, descriptors: list[int]) -> None:
+        def give_up() -> None:  # by the trainer: nothing else makes the fate socket readable before there is a worker
+            template.waiting.remove((order, descriptors))
+            self._decline_waiting(descriptors)
+
+        template.waiting.append((order, descriptors))
+        self._on_readable(descriptors[0], give_up)
+
+    def _decline_waiting(self, descriptors: list[int]) -> None:
+        self._forget(descriptors[0])
+        self._decline(descriptors, "The worker was not launched: it was given up while its preload was being imported.")
+
+    def _hear_template(self, template: Template) -> None:
+        self._forget(template.fileno())
+        template.hear()
+        if template.is_ready:
+            self._launch_waiting(template)
+        else:
+            kill([template.pid])  # _reap() goes on
+
+    def _lose_template(self, template: Template, code: int) -> None:
+        """Note that a template has ended: if it was good, the next launch forks another, else workers do without."""
+        self._forget(template.fileno())
+        if template.note_end(code) and takes_more(2, STDERR_PATIENCE):
+            with contextlib.suppress(OSError):
+                os.write(2, f"multienv: {template.refusal}\n".encode())
+        self._launch_waiting(template)
+
+    def _launch_waiting(self, template: Template) -> None:
+        waiting, template.waiting = template.waiting, []
+        for order, descriptors in waiting:
+            self._forget(descriptors[0])
+            self._launch(order, descriptors)
+
+    def _drop_template(self, token: int) -> None:
+        """End the template with this token, because no env needs it."""
+        template = self._templates.pop(token, None)
+        if template is None:
+            return
+        for _, descriptors in template.waiting:
+            self._decline_waiting(descriptors)
+        if template.pid:
+            self._forget(template.fileno())
+            template.end()
+
+    # --- snapshots ----------------------------------------------------------------------------
+
     def _wake(self, snapshot: Snapshot | None, descriptors: list[int]) -> None:
         """Wake a snapshot, which becomes a worker."""
         try:
@@ -369,16 +445,15 @@ class Monitor:
         except OSError as error:
             if snapshot is not None:
                 snapshot.end()
-            self._decline(descriptors, error)
+            self._decline(descriptors, f"The monitor cannot wake the snapshot: {error}. {advice(error)}")
             return
         snapshot.channel.close()
         self._admit(lines, snapshot.pid, snapshot.folder)
 
     @staticmethod
-    def _decline(descriptors: list[int], error: OSError) -> None:
+    def _decline(descriptors: list[int], why: str) -> None:
         """Tell the trainer why there is no worker, and close the descriptors that came with the order."""
         with contextlib.suppress(OSError, IndexError):  # not all were received
-            why = f"The monitor cannot launch the worker: {error}. {advice(error)}"
             os.write(descriptors[0], tell_fate(Fate(None, stderr=why)))
         close_all(descriptors)
 
@@ -442,8 +517,12 @@ class Monitor:
                 else:
                     kill_group(worker.pid, signal.SIGKILL)
             _, status = os.waitpid(found.si_pid, 0)
+            code = os.waitstatus_to_exitcode(status)
             if worker is not None:
-                self._finish(worker, os.waitstatus_to_exitcode(status))
+                self._finish(worker, code)
+            for template in list(self._templates.values()):
+                if template.pid == found.si_pid:
+                    self._lose_template(template, code)
         self._kill_adopted(adopted)
         self._unlink_names()
         self._remove_folders()
@@ -484,7 +563,7 @@ class Monitor:
         resource tracker: it ends by itself, as a rule; run() kills it in the end. One that starts is looked at again.
         """
         self._some_start = False
-        alive = {mark_of(os.getpid(), pid) for pid in self._workers}
+        alive = {mark_of(os.getpid(), pid) for pid in self._workers.keys() | self._template_pids()}
         for pid in adopted - self._spared():
             mark = mark_in(pid)
             is_left = not alive or (mark not in alive if mark else is_titled(pid))
@@ -495,10 +574,13 @@ class Monitor:
                 kill([pid])
 
     def _spared(self) -> set[int]:
-        """Return the processes that are workers, or snapshots of which one may be woken."""
+        """Return the processes that are workers or templates, or snapshots of which one may be woken."""
         known = {*self._workers.values(), *self._bereaved}
         spared = {worker.pid for worker in known} | {worker.snapshot.pid for worker in known if worker.snapshot}
-        return spared | {snapshot.pid for snapshot in self._kept.values()}
+        return spared | {snapshot.pid for snapshot in self._kept.values()} | self._template_pids()
+
+    def _template_pids(self) -> set[int]:
+        return {template.pid for template in self._templates.values() if template.pid}
 
     # --- what a worker writes -----------------------------------------------------------------
 
@@ -577,8 +659,7 @@ class Lines(NamedTuple):
 
         Raises OSError, also when not all that was sent could be received.
         """
-        if len(descriptors) < OWN_DESCRIPTORS:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        refuse_incomplete(descriptors)
         fate, wake_socket, memory = descriptors
         for _ in range(2):
             descriptors += os.pipe()
@@ -600,36 +681,10 @@ class Lines(NamedTuple):
         return Worker(pid, folder, fate, self.stderr_read, self.stack_read, announcements)
 
 
-def become_worker(
-    lines: Lines, order: Order, monitor: int, spawn_command: list[str], thread_variables: list[str], folder: str
-) -> NoReturn:
-    """Turn the forked child of the monitor into a worker: close all that is the monitor's, and run."""
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.setpgid(0, 0)
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the forking thread ends: the monitor has only one
-        if os.getppid() != monitor:
-            os._exit(worker_main.LOOP_FAILED)  # the monitor died before the line above
-        os.dup2(lines.stderr_write, 2)
-        for descriptor in open_descriptors() - {0, 1, 2, *lines.ends}:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        os.environ[MARK_VARIABLE] = mark_of(monitor, os.getpid())
-        if folder:
-            os.environ["TMPDIR"] = folder
-        if not order.fresh:
-            worker_main.main(Ends.of(*lines.ends), order.title)
-        for name in thread_variables:
-            os.environ.pop(name, None)
-            if order.native_threads:
-                os.environ[name] = str(order.native_threads)
-        for descriptor in lines.ends:
-            os.set_inheritable(descriptor, True)
-        os.execv(spawn_command[0], [*spawn_command, order.title, *map(str, lines.ends)])  # noqa: S606 - our interpreter
-    finally:
-        os._exit(worker_main.LOOP_FAILED)
+def refuse_incomplete(descriptors: list[int]) -> None:
+    """Raise OSError if not all descriptors that were sent with an order could be received."""
+    if len(descriptors) < OWN_DESCRIPTORS:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def made(folder: str) -> str:
@@ -650,12 +705,6 @@ def take_streams(descriptors: list[int]) -> None:
     for number, stream in zip((1, 2), streams, strict=False):
         os.dup2(stream, number)
         os.close(stream)
-
-
-def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process on Linux; do nothing elsewhere."""
-    if _libc is not None:
-        _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
 def takes_more(descriptor: int, patience: float) -> bool:

@@ -24,6 +24,8 @@ from multienv.processes.channel import Fate
 # Where descriptors run out, the first ones are received: over the fate socket it is told why there is no process.
 LAUNCH = 1
 FREE = 2  # end the snapshot kept under this token
+PRELOAD = 6  # launches with this token are to fork a template; descriptor: a file that says what it imports
+DROP = 7  # end the template with this token
 # Of the descriptors that come with LAUNCH, those that are the worker's own.
 OWN_DESCRIPTORS = 3
 # On the control socket: wake the snapshot kept under this token. On a fate socket: wake the worker's snapshot.
@@ -39,7 +41,7 @@ _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _MOST_DESCRIPTORS = 8
 # Seconds given to the peer to read on after the first part of a message: no more, or it would stop the monitor.
 _REST_PATIENCE = 0.1
-_FORM = struct.Struct("<B?hxxxxQ64s")
+_FORM = struct.Struct("<B?hiQ64s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,9 @@ class Order:
         operation: One of the above.
         fresh: Launch a fresh interpreter (spawn) instead of a fork of the monitor (forkserver).
         native_threads: Threads of native libraries in a fresh interpreter; 0: as the user has set them.
-        token: Of the snapshot.
-        title: Name of the process.
+        token: Of the snapshot, or of the template; 0: none.
+        title: Name of the process; of a template, what it imports.
+        folder: Number of the worker's folder for temporary files, which the monitor makes; -1: there is none.
     """
 
     operation: int
@@ -59,11 +62,12 @@ class Order:
     native_threads: int = 0
     token: int = 0
     title: str = ""
+    folder: int = -1
 
     def send(self, over: socket.socket, descriptors: Sequence[int] = ()) -> None:
         """Send the order with these descriptors, without blocking; raises OSError."""
         title = self.title.encode()[:64]
-        data = _FORM.pack(self.operation, self.fresh, self.native_threads, self.token, title)
+        data = _FORM.pack(self.operation, self.fresh, self.native_threads, self.folder, self.token, title)
         send_with_descriptors(over, data, descriptors)
 
     @classmethod
@@ -78,9 +82,9 @@ class Order:
         if len(data) < _FORM.size:
             close_all(descriptors)
             return None
-        operation, fresh, native_threads, token, title = _FORM.unpack(data)
+        operation, fresh, native_threads, folder, token, title = _FORM.unpack(data)
         name = title.rstrip(b"\0").decode(errors="replace")
-        return cls(operation, fresh, native_threads, token, name), descriptors
+        return cls(operation, fresh, native_threads, token, name, folder), descriptors
 
 
 def send_with_descriptors(over: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:

@@ -29,7 +29,7 @@ import cloudpickle
 
 from multienv.native import native
 from multienv.wire.banks import STEP
-from multienv.wire.messages import Build
+from multienv.wire.messages import Build, Setting
 from multienv.wire.segment import (
     OTHER_SECONDS,
     PID,
@@ -83,7 +83,7 @@ def main(ends: Ends, title: str = "", make_host: MakeHost | None = None) -> NoRe
     """
     code = LOOP_FAILED
     try:
-        _take_signals()
+        take_signals()
         set_title(title)
         if make_host is None:
             from multienv.worker.host import Host
@@ -273,7 +273,7 @@ class Forks:
                 _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(first + view.nbytes - start), mmap.PROT_READ)
 
 
-def _take_signals() -> None:
+def take_signals() -> None:
     """Set the signal handlers of a worker, before the env may set its own."""
     for name in ("SIGTERM", "SIGCHLD", "SIGHUP", "SIGALRM", "SIGUSR1"):
         if hasattr(signal, name):
@@ -313,7 +313,7 @@ def _load(shared: int, env_fns: bytes | SharedPickle) -> Any:
 
 
 def _apply_setting(build: Build, snapshots: Snapshots) -> None:
-    """Set modules, arguments, working directory and environment as they are in the trainer."""
+    """Plan snapshots; set title, main module and surroundings as they are in the trainer."""
     snapshots.begin(build.snapshots, at_once=build.replacement, journal=build.journal)
     if build.title:
         set_title(build.title)
@@ -321,6 +321,11 @@ def _apply_setting(build: Build, snapshots: Snapshots) -> None:
     if setting is None:
         return
     stand_in(setting.main)
+    take_surroundings(setting)
+
+
+def take_surroundings(setting: Setting) -> None:
+    """Set arguments, and on the trainer's machine import path, working directory, limits and environment."""
     multiprocessing.current_process().authkey = setting.authkey
     sys.argv[:] = setting.arguments
     if setting.environment is None:  # on another machine

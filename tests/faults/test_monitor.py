@@ -34,7 +34,8 @@ class limited_descriptors:  # noqa: N801 - used like a function
         resource.prlimit(monitor_pid(), resource.RLIMIT_NOFILE, self.before)
 
 
-def test_a_worker_that_the_monitor_has_no_descriptors_for_is_lost_alone() -> None:
+@pytest.mark.parametrize("preload", [(), ("json",)])
+def test_a_worker_that_the_monitor_has_no_descriptors_for_is_lost_alone(preload: tuple[str, ...]) -> None:
     """Whichever of its system calls is the first to find none left."""
     policy = RestartPolicy(on_crash="raise")
     refused: list[str] = []
@@ -43,7 +44,7 @@ def test_a_worker_that_the_monitor_has_no_descriptors_for_is_lost_alone() -> Non
         first = monitor_pid()
         opened = set(map(int, os.listdir(f"/proc/{first}/fd")))
         for limit in sorted(set(range(64)) - opened)[:7]:
-            env = SubprocessEnv(CounterEnv, restart=policy)
+            env = SubprocessEnv(CounterEnv, restart=policy, preload=preload)
             with limited_descriptors(limit):
                 try:
                     env.initialize()

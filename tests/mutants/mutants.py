@@ -795,9 +795,9 @@ MUTANTS = [
     Mutant(
         "A worker outlives a monitor that is killed.",
         7,
-        "processes/monitor.py",
-        "        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
-        "        prctl(_PR_SET_PDEATHSIG, 0)",
+        "processes/forked.py",
+        "    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "    prctl(_PR_SET_PDEATHSIG, 0)",
         ("tests/faults/test_monitor.py",),
     ),
     Mutant(
@@ -931,8 +931,8 @@ MUTANTS = [
         "An error does not tell the exit code.",
         9,
         "processes/monitor.py",
-        "self._finish(worker, os.waitstatus_to_exitcode(status))",
-        "self._finish(worker, None)",
+        "self._finish(worker, code)\n            for",
+        "self._finish(worker, None)\n            for",
     ),
     Mutant(
         "The error of a loss does not tell the seed.",

@@ -222,7 +222,7 @@ class Simulation:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def launcher(self, method: str, native_threads: Any, title: str, shared: Any) -> SimulatedLauncher:
+    def launcher(self, method: str, native_threads: Any, title: str, shared: Any, preload: Any) -> SimulatedLauncher:
         """Stand in for ``Launch``, of which there is one for each worker."""
         self.workers += 1
         return SimulatedLauncher(self, self.workers - 1)

@@ -86,6 +86,7 @@ def test_options_are_named_known_frozen_and_comparable(config):
     ("name", "values"),
     [("restart", [Deadlines(), None, "replay"]), ("deadlines", [RestartPolicy(), 5.0, None]),
      ("context", ["thread", 7]), ("native_threads", [0, -1, True, 1.5, "1"]),
+     ("preload", ["torch", None, 3, [b"torch"], {"torch"}]),
      ("worker_seed", [-1, 1.5, True, "1"]),
      ("starts_at_once", [0, -1, 1.5, True, "1"]),
      ("worker_env", [{"DEVICE": 1}, {1: "egl"}, {"": ""}, {"A=B": "C"}, {"A": "\0"},
@@ -98,7 +99,7 @@ def test_an_env_refuses_options_of_the_wrong_kind(name, values):
 
 
 WORKER_OPTIONS = {
-    *("restart", "deadlines", "context", "native_threads", "worker_env", "worker_seed", "starts_at_once"),
+    *("restart", "deadlines", "context", "native_threads", "worker_env", "preload", "worker_seed", "starts_at_once"),
     *("hooks", "reports"),
 }
 BATCH_OPTIONS = {"shared_memory", "copy", "observation_mode", "autoreset_mode", "merge_infos"}

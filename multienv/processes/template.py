@@ -1,0 +1,228 @@
+"""A process that has imported what envs need, and is forked for each worker that needs it.
+
+It is a child of the monitor, so an import that crashes, hangs, or starts threads harms no other process. A template
+that cannot be forked safely is not used, and workers import for themselves, as without it. Workers are children of the
+monitor all the same, so that their exit status is exact: a process that the template forks for a moment forks the
+worker and ends, and the monitor, a subreaper, adopts the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import re
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from multienv.processes.forked import become_worker, part_from_monitor
+from multienv.processes.leftovers import children, kill, open_descriptors
+from multienv.processes.protocol import Order, close_all
+from multienv.wire.messages import Setting
+from multienv.worker import main as worker_main
+
+# Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
+FORK_PATIENCE = 5.0
+_READY = b"ready"
+_MOST_TEXT = 2000
+# The pid of a worker that was forked, or the negative number of the error.
+_ANSWER = struct.Struct("<q")
+_SHARED_MAPPING = re.compile(rb" .w.s ")
+
+
+class Template:
+    """The monitor's view of a template.
+
+    Args:
+        descriptors: One, of a file that says what to import: names, surroundings and seconds, pickled.
+        title: The names.
+        folder: Holds the folders of workers for temporary files; ``""``: there is none.
+
+    Attributes:
+        pid: Of the process; 0: there is none.
+        is_ready: It has imported, and can be forked.
+        refusal: Why it is never to be used; empty if nothing speaks against it.
+        waiting: Launches that wait until the import is done, with their descriptors.
+    """
+
+    def __init__(self, descriptors: list[int], title: str, folder: str) -> None:
+        self._title, self._folder, self._told = title, folder, b""
+        self.pid, self.is_ready, self.refusal = 0, False, ""
+        self.waiting: list[tuple[Order, list[int]]] = []
+        self._channel: socket.socket | None = None
+        self._wish = b""
+        for descriptor in descriptors:
+            self._wish = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        close_all(descriptors)
+
+    def begin(self) -> None:
+        """Fork the process from the monitor, this process; it imports, and tells what came of it. Raises OSError."""
+        monitor = os.getpid()
+        ours, theirs = socket.socketpair()
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _serve(theirs, monitor, self._wish, self._folder)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid, self._channel = pid, ours
+
+    def fileno(self) -> int:
+        """Return the descriptor over which it tells what came of its imports; -1: there is no process."""
+        return -1 if self._channel is None else self._channel.fileno()
+
+    def hear(self) -> None:
+        """Read what came of the imports."""
+        with contextlib.suppress(OSError):
+            assert self._channel is not None
+            self._told = self._channel.recv(_MOST_TEXT, socket.MSG_DONTWAIT)
+        self.is_ready = self._told == _READY
+
+    def note_end(self, code: int) -> bool:
+        """Note that the process has ended with this exit code; tell whether it was no good."""
+        if not self._told:
+            self.hear()
+        was_ready = self.is_ready
+        if not was_ready:
+            why = self._told.decode(errors="replace") or _words(code)
+            self.refusal = f"preload is not used, and each worker imports {self._title} for itself: {why}."
+        self._forget_process()
+        return not was_ready
+
+    def fork(self, order: Order, descriptors: Sequence[int]) -> int:
+        """Fork a worker, with these descriptors; return its pid, or 0 if there is no process. Raises OSError."""
+        if self._channel is None:
+            return 0
+        kill([self.pid], signal.SIGCONT)
+        try:
+            order.send(self._channel, descriptors)
+        except OSError:
+            return 0
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        answer = self._channel.recv(_ANSWER.size) if poller.poll(1000 * FORK_PATIENCE) else b""
+        if len(answer) < _ANSWER.size:
+            kill([self.pid])
+            raise OSError(errno.ESRCH, f"The process that has imported {self._title} has ended, or does not answer")
+        (pid,) = _ANSWER.unpack(answer)
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return int(pid)
+
+    def end(self) -> None:
+        """Kill the process; the monitor reaps it."""
+        kill([self.pid])
+        self._forget_process()
+
+    def _forget_process(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self.pid, self.is_ready, self._told, self._channel = 0, False, b"", None
+
+
+def _words(code: int) -> str:
+    if code == -signal.SIGALRM:
+        return "the import was not done after half of Deadlines.start"
+    how = f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with exit code {code}"
+    return f"the process that was to import it ended {how}"
+
+
+# --- in the process -------------------------------------------------------------------------------
+
+
+def _serve(channel: socket.socket, monitor: int, wish: bytes, folder: str) -> NoReturn:
+    """Import, tell the monitor what came of it, then fork a worker for each order."""
+    try:
+        part_from_monitor(monitor, [channel.fileno()])
+        worker_main.set_title("multienv preload")
+        refusal = _import(*pickle.loads(wish))
+        channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _READY)
+        while not refusal:
+            received = Order.receive(channel)
+            if received is None:
+                break
+            _fork(channel, *received, monitor, folder)
+    finally:
+        os._exit(0)
+
+
+def _import(names: Sequence[str], setting: Setting, seconds: float | None) -> str:
+    """Import modules; return why this process cannot be forked, or an empty text. After so many seconds it is killed.
+
+    By SIGALRM, which also ends an import that hangs in C code.
+    """
+    faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
+    signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
+    worker_main.take_surroundings(setting)
+    before = open_descriptors()
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            return f"importing {name} raised {type(error).__name__}: {error}"
+        left = _left(before)
+        if left:
+            return f"importing {name} has left {left}, which a fork would share or lose"
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    faulthandler.unregister(signal.SIGALRM)
+    for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again
+        with contextlib.suppress(Exception):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+    gc.collect()
+    gc.freeze()  # as in the monitor
+    return ""
+
+
+def _left(before: set[int]) -> str:
+    """Return in words what imports have left besides modules."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "threads"
+    if children():
+        return "child processes"
+    for descriptor in open_descriptors() - before:
+        with contextlib.suppress(OSError):
+            return f"an open file ({Path(f'/proc/self/fd/{descriptor}').readlink()})"
+    return "shared memory" if _SHARED_MAPPING.search(Path("/proc/self/maps").read_bytes()) else ""
+
+
+def _fork(channel: socket.socket, order: Order, descriptors: list[int], monitor: int, folder: str) -> None:
+    """Fork a process that forks a worker, tells its pid and ends; the monitor adopts the worker."""
+    try:
+        between = os.fork()
+        if between == 0:
+            _fork_worker(channel, order, descriptors, monitor, folder)
+        os.waitpid(between, 0)
+    except OSError as error:
+        channel.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
+    close_all(descriptors)
+
+
+def _fork_worker(channel: socket.socket, order: Order, descriptors: list[int], monitor: int, folder: str) -> NoReturn:
+    own = os.getpid()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            while os.getppid() == own:
+                time.sleep(0.0005)  # not a poll: nothing tells a process that its parent has changed
+            become_worker(descriptors, order, monitor, f"{folder}/{order.folder}" if order.folder >= 0 else "")
+        channel.sendall(_ANSWER.pack(pid))
+    except OSError as error:
+        channel.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
+    finally:
+        os._exit(0)

@@ -1,0 +1,302 @@
+"""preload: modules are imported once, in a process that workers are forked from; or by each worker, with a reason."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit import CounterEnv, assert_same_trajectory, is_alive, kill_worker, monitor_pid, no_leaks, rollout
+from multienv import (
+    AsyncSubprocessEnvManager,
+    Deadlines,
+    RestartPolicy,
+    SubprocessEnv,
+    SubprocessVectorEnv,
+    create_subprocess_envs,
+)
+from multienv.errors import UsageError
+
+REPLAYED = RestartPolicy(snapshots=False, backoff=0.0)
+LINE = "preload is not used, and each worker imports {} for itself: {}"
+
+Slow = Callable[..., str]
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
+    """Return what writes a module: it notes each import, then runs the lines it is given; and return its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(lines: str = "", name: str = "slow_module") -> str:
+        note = f"""
+            import os, sys
+            VALUE = os.environ.get("PRELOAD_TEST")
+            with open({str(tmp_path / "imports")!r}, "a") as notes:
+                notes.write(f"{{os.getpid()}} {{VALUE}}\\n")
+        """
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(note) + textwrap.dedent(lines))
+        importlib.invalidate_caches()
+        return name
+
+    return write
+
+
+@pytest.fixture
+def imports(tmp_path: Path) -> Callable[[], list[str]]:
+    """Return what lists the imports so far: the pid, and the variable that the module saw."""
+    return lambda: (tmp_path / "imports").read_text().splitlines() if (tmp_path / "imports").exists() else []
+
+
+class ImportingEnv(CounterEnv):
+    """Imports the module in its constructor."""
+
+    def __init__(self, name: str = "slow_module") -> None:
+        super().__init__()
+        self.value = importlib.import_module(name).VALUE
+        self.pid = os.getpid()
+        self.parent = os.getppid()
+
+
+def children_of(pid: int) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def template_pid() -> int:
+    """Return the pid of the only template."""
+    (found,) = (
+        pid for pid in children_of(monitor_pid()) if Path(f"/proc/{pid}/comm").read_text() == "multienv preloa\n"
+    )
+    return found
+
+
+def test_modules_are_imported_once_for_all_workers_and_their_replacements(slow: Slow, imports: Any) -> None:
+    with SubprocessVectorEnv(
+        [ImportingEnv] * 4, envs_per_worker=1, preload=[slow()], restart=REPLAYED, reports=""
+    ) as envs:
+        envs.reset(seed=0)
+        pids = envs.get_attr("pid")
+        envs.step([1] * 4)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        envs.step([1] * 4)
+        assert not set(pids) & set(envs.get_attr("pid"))
+        assert set(envs.get_attr("parent")) == {monitor_pid()}
+        assert len(imports()) == 1
+
+
+def test_a_run_with_kills_is_the_run_without(slow: Slow, imports: Any) -> None:
+    name = slow()
+    with SubprocessEnv(ImportingEnv, preload=(name,), worker_seed=1, reports="") as env:
+        calm = rollout(env, num_steps=30, seed=3)
+    for restart in (REPLAYED, RestartPolicy(backoff=0.0)):
+        with SubprocessEnv(ImportingEnv, preload=(name,), worker_seed=1, restart=restart, reports="") as env:
+            struck = rollout(
+                env, num_steps=30, seed=3, before_step=lambda step: kill_worker(env) if step % 7 == 3 else None
+            )
+            told = env.statistics()
+        assert_same_trajectory(calm, struck)
+        assert told.restarts == told.exact_recoveries == 4
+
+
+@pytest.mark.parametrize(("sent", "words"), [("exit", "exited with code 7"), ("kill", "SIGKILL")])
+def test_how_a_worker_ended_is_exact(slow: Slow, sent: str, words: str) -> None:
+    restart = RestartPolicy(on_crash="raise")
+    with SubprocessEnv(ExitingEnv, preload=[slow()], restart=restart, reports="") as env:
+        env.reset(seed=0)
+        with pytest.raises(Exception, match=words):
+            env.call(sent)
+
+
+class ExitingEnv(ImportingEnv):
+    def exit(self) -> None:
+        os._exit(7)
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_template_that_dies_is_made_again_for_the_next_worker(slow: Slow, imports: Any) -> None:
+    with SubprocessEnv(ImportingEnv, preload=[slow()], restart=REPLAYED, reports="") as env:
+        env.reset(seed=0)
+        for step in range(1, 4):
+            os.kill(template_pid(), signal.SIGKILL)
+            kill_worker(env)
+            observation, _, _, truncated, _ = env.step(1)
+            assert (int(observation[0]), truncated) == (step, False)
+        assert len(imports()) == 4
+
+
+def test_a_template_that_is_stopped_goes_on(slow: Slow, imports: Any) -> None:
+    with SubprocessEnv(ImportingEnv, preload=[slow()], restart=REPLAYED, reports="") as env:
+        env.reset(seed=0)
+        os.kill(template_pid(), signal.SIGSTOP)
+        kill_worker(env)
+        assert not env.step(1)[3]
+        assert len(imports()) == 1
+
+
+def test_a_new_monitor_has_a_new_template(slow: Slow, imports: Any) -> None:
+    with SubprocessEnv(ImportingEnv, preload=[slow()], restart=REPLAYED, reports="") as env:
+        env.reset(seed=0)
+        template = template_pid()
+        worker = env.get_attr("pid")
+        os.kill(monitor_pid(), signal.SIGKILL)
+        assert_ends(template)
+        assert_ends(worker)
+        assert not env.step(1)[3]
+        assert len(imports()) == 2
+
+
+# --- imports that go wrong ------------------------------------------------------------------------
+
+THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("raise RuntimeError('no licence')\n", "importing slow_module raised RuntimeError: no licence."),
+        (THREAD, "importing slow_module has left threads, which a fork"),
+        ("import socket; KEPT = socket.socketpair()\n", "importing slow_module has left an open file (socket:["),
+        ("import subprocess; KEPT = subprocess.Popen(['sleep', '1000'])\n", "has left child processes"),
+        ("import mmap; KEPT = mmap.mmap(-1, 4096)\n", "has left shared memory"),
+        ("os.abort()\n", "the process that was to import it ended by signal 6 (Aborted)."),
+        ("os._exit(3)\n", "the process that was to import it ended with exit code 3."),
+    ],
+)
+def test_workers_do_without_a_preload_that_cannot_be_forked_and_a_line_says_why(
+    slow: Slow, imports: Any, capfd: pytest.CaptureFixture[str], lines: str, reason: str
+) -> None:
+    name = slow(lines)
+    with no_leaks():
+        envs = create_subprocess_envs([CounterEnv] * 2, preload=[name], restart=REPLAYED, reports="")
+        for env in envs:
+            env.reset(seed=0)
+            kill_worker(env)
+            assert not env.step(1)[3]
+        assert len(imports()) == 1
+        for env in envs:
+            env.close()
+    told = capfd.readouterr().err
+    assert LINE.format(name, "") in told
+    assert reason in told
+    assert told.count("preload is not used") == 1
+
+
+@pytest.mark.parametrize("how", ["import time; time.sleep(1000)", "import ctypes; ctypes.CDLL(None).sleep(1000)"])
+def test_an_import_that_hangs_is_killed_after_half_of_the_deadline(
+    slow: Slow, capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    name = slow(how)
+    with SubprocessEnv(CounterEnv, preload=[name], deadlines=Deadlines(start=12.0), reports="") as env:
+        env.reset(seed=0)
+        assert env.statistics().restarts == 0
+    told = capfd.readouterr().err
+    assert LINE.format(name, "the import was not done after half of Deadlines.start.") in told
+    assert "slow_module.py" in told  # where it hung
+
+
+def test_close_during_the_import_leaves_nothing(slow: Slow, imports: Any) -> None:
+    with no_leaks():
+        env = SubprocessEnv(CounterEnv, preload=[slow("import time; time.sleep(1000)")], reports="")
+        env.start()
+        wait_for(imports)
+        env.close()
+
+
+def test_a_trainer_that_is_killed_during_the_import_leaves_nothing(slow: Slow, imports: Any, tmp_path: Path) -> None:
+    name = slow("import ctypes; ctypes.CDLL(None).sleep(1000)")
+    code = f"""
+        import sys; sys.path[:] = {sys.path!r}
+        from kit import CounterEnv
+        from multienv import SubprocessEnv
+        SubprocessEnv(CounterEnv, preload=[{name!r}], reports="").initialize()
+    """
+    trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    wait_for(imports)
+    trainer.kill()
+    trainer.wait()
+    assert_ends(int(imports()[0].split()[0]))
+
+
+# --- which template -------------------------------------------------------------------------------
+
+
+def test_variables_are_set_before_the_import_and_each_set_of_them_has_its_template(slow: Slow, imports: Any) -> None:
+    name = slow()
+    with SubprocessVectorEnv(
+        [ImportingEnv] * 4,
+        envs_per_worker=1,
+        preload=[name],
+        worker_env=lambda worker: {"PRELOAD_TEST": str(worker % 2)},
+        reports="",
+    ) as envs:
+        assert envs.get_attr("value") == ("0", "1", "0", "1")
+        assert sorted(one.split()[1] for one in imports()) == ["0", "1"]
+
+
+def test_envs_with_the_same_settings_share_a_template_which_ends_with_the_last_of_them(
+    slow: Slow, imports: Any
+) -> None:
+    name = slow()
+    with SubprocessEnv(CounterEnv, reports=""):
+        first = SubprocessEnv(ImportingEnv, preload=[name], reports="")
+        first.initialize()
+        second = SubprocessEnv(ImportingEnv, preload=(name,), reports="")
+        second.initialize()
+        assert len(imports()) == 1
+        template = template_pid()
+        for env in (first, second):
+            assert is_alive(template)
+            env.close()
+        del env, first, second
+        gc.collect()
+        assert_ends(template)
+
+
+def test_a_manager_preloads(slow: Slow, imports: Any) -> None:
+    manager = AsyncSubprocessEnvManager([ImportingEnv] * 3, preload=[slow()], reports="")
+    manager.launch()
+    manager.close()
+    assert len(imports()) == 1
+
+
+def test_a_preload_where_workers_are_not_forked_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"preload=\('torch',\) needs workers that are forked.*context='forkserver'"):
+        SubprocessEnv(CounterEnv, preload=["torch"], context="spawn")
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def assert_ends(pid: int) -> None:
+    wait_for(lambda: not is_alive(pid))
+
+
+class FolderEnv(CounterEnv):
+    def folder(self) -> str:
+        return tempfile.gettempdir()
+
+
+def test_each_worker_has_a_temporary_folder_of_its_own(slow: Slow) -> None:
+    module = slow("import tempfile; tempfile.gettempdir()")
+    with SubprocessVectorEnv([FolderEnv] * 2, envs_per_worker=1, preload=[module], reports="") as envs:
+        folders = envs.call("folder")
+        assert len(set(folders)) == 2
+        assert all(Path(folder).parent.name.startswith("multienv-") for folder in folders)
