@@ -204,14 +204,6 @@ def test_an_env_being_reset_keeps_no_other_from_going_on(manager_of: Any, gate: 
         assert manager.ready_obs[0][:2].tolist() == [0, 1]
 
 
-def test_ready_obs_waits_for_a_reset_when_nothing_else_is_ready(manager_of: Any, gate: Path) -> None:
-    with manager_of([partial(GatedEnv, reset_gate=str(gate), horizon=1)]) as manager:
-        manager.step({0: 1})
-        assert manager.ready_env == []
-        with opened_meanwhile(gate):
-            assert manager.ready_obs[0][:2].tolist() == [0, 1]
-
-
 # --- what envs raise ------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from invariant_envs import MarksTheSecondLife, WaitsForTheSecondLife, hangs_in_i
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, is_alive, monitor_pid
 from kit.gates import gated_from_the_second_time
 from kit.trainer_process import becomes_true
-from multienv import Deadlines, SyncSubprocessEnvManager
+from multienv import Deadlines
 from multienv.errors import ClosedError, WaitTimeout, WorkerHungError
 from multienv.recovery import recoverer
 
@@ -259,11 +259,3 @@ def test_a_deadline_holds_though_the_monitor_is_stopped(kind: str) -> None:
             face.step([3, 1])
         with within(5.0):
             assert face.reset(0)[0].observation[0] == 0
-
-
-def test_the_timeouts_of_a_manager_hold() -> None:
-    with SyncSubprocessEnvManager([hanging("step", at=2), CounterEnv], restart=RAISE, step_timeout=0.5) as manager:
-        manager.step({0: 1, 1: 1})
-        with within(0.5, at_least=0.5), pytest.raises(WorkerHungError) as caught:
-            manager.step({0: 1, 1: 1})
-        assert caught.value.results[1].obs[0] == 2  # type: ignore[attr-defined]

@@ -22,7 +22,6 @@ from faces import KINDS, Face
 from kit import CounterEnv, is_alive
 from kit.ctrl_c import GateEnv, ctrl_c, raise_in_the_library
 from kit.trainer_process import Trainer
-from multienv import AsyncSubprocessEnvManager
 from multienv.errors import ClosedError
 
 
@@ -54,23 +53,6 @@ def test_an_interrupted_step_is_completed_by_the_next_one_or_dropped(kind: str, 
             assert seen(face.step([3, 0])) == [[1, 3], [1, 0]][everyone]
         assert face.pids() == pids
         assert face.losses() == 0
-
-
-def test_an_interrupted_step_of_a_manager_is_collected_by_the_next(tmp_path: Path) -> None:
-    with AsyncSubprocessEnvManager(
-        [CounterEnv, partial(GateEnv, tmp_path)], wait_num=2, step_wait_timeout=None
-    ) as manager:
-        manager.step({0: 0, 1: 0})
-        with ctrl_c(tmp_path), pytest.raises(KeyboardInterrupt):
-            manager.step({0: 1, 1: 2})
-        timesteps: dict[int, Any] = {}
-        while len(timesteps) < 2:
-            new = manager.step({})
-            assert not timesteps.keys() & new.keys()
-            timesteps |= new
-        assert [timesteps[env].obs[[0, 3]].tolist() for env in (0, 1)] == [[2, 1], [2, 2]]
-        assert manager.step({0: 3, 1: 3})[1].obs[[0, 3]].tolist() == [3, 3]
-        assert max(one.losses for one in manager.statistics()) == 0
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from faces import KINDS, RAISE, REPLAY, Face
 
 from kit import CounterEnv, Fault, FaultError, FaultyEnv
-from multienv import Deadlines, SubprocessVectorEnv, SyncSubprocessEnvManager
+from multienv import Deadlines, SubprocessVectorEnv
 from multienv.errors import (
     ClosedError,
     EnvError,
@@ -189,20 +189,6 @@ def test_a_poisonous_call_and_a_wrong_call_say_what_to_do_next(kind: str) -> Non
         assert "To see it again: multienv replay" in str(caught.value)
     with pytest.raises(ClosedError, match=r"(?s)clos.*(Make|Create) a new one"):
         face.step([1])
-
-
-def test_a_manager_tells_it_too() -> None:
-    envs = [CounterEnv, partial(FaultyEnv, fault=Fault("segv", "step", at=2))]
-    with SyncSubprocessEnvManager(envs, restart=RAISE) as manager:
-        manager.reset({1: {"seed": SEED}})
-        manager.step({0: 1, 1: 1})
-        with pytest.raises(WorkerLostError) as caught:
-            manager.step({0: 1, 1: 1})
-        error: Any = caught.value
-        failure = error.failures[1]
-        assert (failure.env_index, failure.command, failure.step, failure.seed) == (1, "step", 1, SEED)
-        assert "SIGSEGV" in str(error)
-        assert Path(failure.report).exists()
 
 
 @pytest.mark.parametrize(("mode", "step"), [("NEXT_STEP", 2), ("SAME_STEP", 1), ("DISABLED", 9)])
