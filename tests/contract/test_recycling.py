@@ -24,12 +24,11 @@ from kit import (
     NondeterministicEnv,
     assert_no_splice,
     assert_same_trajectory,
-    kill_worker,
     rollout,
 )
 from kit.gates import GatedEnv, open_up
 from kit.process_table import is_alive
-from kit.side_by_side import beside_gymnasium, run_side_by_side
+from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import (
     Deadlines,
@@ -84,32 +83,6 @@ def test_what_cannot_be_replayed_waits_for_the_next_reset() -> None:
     assert not any(transition.truncated for transition in first)
 
 
-def test_a_process_that_dies_while_it_is_replaced_is_brought_back() -> None:
-    """The old process dies while the new one is being brought up, or the new one dies: still nobody can tell."""
-    events: list[Any] = []
-
-    def kill(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, Recycled):
-            kill_worker(env)
-
-    env_fn = partial(CounterEnv, horizon=40, count_episodes=False)
-    with SubprocessEnv(env_fn, restart=RestartPolicy(recycle_after_steps=64), hooks=[kill]) as env:
-        record = rollout(env, num_steps=300, seed=1)
-        assert env.statistics().losses >= 2
-    assert_same_trajectory(record, undisturbed(env_fn, num_steps=300, seed=1))
-
-
-@pytest.mark.parametrize("mode", ["SAME_STEP"])
-def test_a_batch_with_one_env_in_each_process_is_recycled_by_episodes(mode: str) -> None:
-    env_fns = [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in (7, 11)]
-    own = {"envs_per_worker": 1, "restart": RestartPolicy(recycle_after_episodes=3)}
-    with beside_gymnasium(SubprocessVectorEnv, env_fns, own, autoreset_mode=AutoresetMode[mode]) as (envs, twin):
-        run_side_by_side(envs, twin, 120)
-        recycled = [one.recycled for one in envs.statistics()]
-    assert 3 <= recycled[1] < recycled[0] <= 6
-
-
 # --- a fresh process at the end of an episode ---------------------------------------------------
 
 
@@ -162,22 +135,6 @@ def test_a_new_process_for_each_episode_of_a_batch_is_bit_for_bit_one_process_fo
     options: dict[str, Any] = {"autoreset_mode": mode, "restart": RestartPolicy(recycle_after_episodes=1)}
     with SubprocessVectorEnv([ends_at_reset] * 2, envs_per_worker=1, **options) as envs, calm_twin(2, mode) as twin:
         run_side_by_side(envs, twin, 50)
-
-
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
-def test_a_new_process_for_each_episode_at_own_pace(mode: str) -> None:
-    each = RestartPolicy(recycle_after_episodes=1)
-    with SubprocessVectorEnv([ends_at_reset, calm], envs_per_worker=1, autoreset_mode=mode, restart=each) as envs:
-        twin = SyncVectorEnv([calm, calm], autoreset_mode=AutoresetMode[mode])
-        twin.reset(seed=5)
-        envs.reset_async(seed=5)
-        envs.recv(2)
-        for step in range(30):
-            envs.send(np.array([step % 4, 1]))
-            *values, _, indices = envs.recv(2)
-            order = np.argsort(indices)
-            expected = twin.step(np.array([step % 4, 1]))
-            assert all(np.array_equal(one[order], other) for one, other in zip(values, expected[:4], strict=True))
 
 
 def test_a_new_process_for_each_episode_of_single_envs_and_managers() -> None:

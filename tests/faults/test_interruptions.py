@@ -302,27 +302,6 @@ def test_time_limit_that_a_handler_raises_as_a_timeout_error_is_never_swallowed(
 # --- what is recorded -----------------------------------------------------------------------------------
 
 
-def test_step_taken_once_more_after_an_interruption_is_replayed_once() -> None:
-    """It ends the episode: the interruption may come when it is recorded already, and not yet handed over."""
-    fired = 0
-    with SubprocessEnv(partial(CounterEnv, horizon=2), restart=NO_SNAPSHOTS) as env:
-        for interruption in every_place(stride=3):
-            env.reset(seed=0)
-            env.step(STEP)
-            with interruption:
-                env.step(STEP)
-            fired += interruption.fired
-            if interruption.fired:
-                assert env.step(STEP)[0][0] == 2, interruption.where
-            env.reset()
-            kill(env)
-            observation, _, _, truncated, _ = env.step(STEP)
-            assert (int(observation[0]), truncated) == (1, False), interruption.where
-        statistics = env.statistics()
-        assert statistics.exact_recoveries == statistics.losses > fired
-    assert fired > 5
-
-
 class RaisingEnv(CounterEnv):
     """Raises when it is given the action 0."""
 
