@@ -138,22 +138,6 @@ class EndlessFailure(Exception):
         self.joint = joint
 
 
-def failures() -> list[Exception]:
-    """What the env of `raising_env` raises, by action."""
-    return [
-        EndlessFailure(7, joint="knee"),
-        KeyError("missing"),
-        FileNotFoundError(2, "No such file", "mesh.stl"),
-        StopIteration(3),
-        MemoryError("16 GiB"),
-        gymnasium.error.InvalidAction("no"),
-    ]
-
-
-def raising_env() -> gymnasium.Env[Any, Any]:
-    return EchoEnv(*failures())
-
-
 def raise_at_build() -> gymnasium.Env[Any, Any]:
     raise EndlessFailure(7, joint="knee")
 

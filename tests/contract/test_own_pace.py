@@ -484,17 +484,6 @@ def test_an_env_waits_for_those_that_share_its_process() -> None:
         assert [(env, one[3]) for env, one in zip(indices, observations, strict=True)] == [(0, 1), (1, 2)]
 
 
-def test_envs_that_were_reset_in_two_halves_are_received() -> None:
-    with one_each(ENV_FNS) as envs:
-        envs.reset(seed=3)
-        envs.step(np.array([1] * NUM_ENVS))
-        envs.reset_async(options={"reset_mask": np.array([True, False, True, False])})
-        assert sorted(envs.recv()[-1]) == [0, 2], "those that were reset"
-        envs.send(np.array([1] * NUM_ENVS))
-        observations, *_, indices = envs.recv()
-        assert [one[0] for one in observations[np.argsort(indices)]] == [1, 2, 1, 2]
-
-
 def test_an_env_of_a_multi_env_that_is_under_way_is_not_stepped_by_itself(tmp_path: Path) -> None:
     with multi_env([partial(GateEnv, tmp_path)] * 2) as envs:
         envs.reset(seed=3)
@@ -623,17 +612,6 @@ def test_close_ends_a_recv_that_waits(face: Any, tmp_path: Path) -> None:
     with pytest.raises(ClosedError):
         envs.recv(1)
     closer.join()
-
-
-def test_envs_are_closed_while_they_are_under_way() -> None:
-    envs = one_each(ENV_FNS)
-    envs.reset(seed=3)
-    envs.send(np.array([1] * NUM_ENVS))
-    envs.recv(1)
-    envs.close()
-    for call in (envs.recv, lambda: envs.send(np.array([1] * NUM_ENVS))):
-        with pytest.raises(ClosedError):
-            call()
 
 
 @pytest.mark.parametrize("face", [one_each, multi_env])
