@@ -253,20 +253,12 @@ def test_an_env_that_crashes_in_the_same_step_each_time_is_not_called_recoverabl
     assert (result.exit_code, told["verdict"]) == (1, "truncates")
 
 
-def test_an_env_that_crashes_at_random_is_never_called_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(3):
-        result, told, _ = examined(monkeypatch, f"{ODD_ENVS}:Crashing", checks.repeats, checks.replays)
-        assert result.exit_code in (0, 1), result.output
-        assert told["verdict"] != "broken"
-        assert all(row["verdict"] != "broken" for row in told["checks"])
-
-
 # --- memory, chance, and what cannot be compared ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("BipedalWalker-v3", {}), (f"{ODD_ENVS}:Remembering", {"after": 40})],
+    [("BipedalWalker-v3", {}), (f"{ODD_ENVS}:Remembering", {"shows_after": 200})],
     ids=["BipedalWalker", "shown late"],
 )
 def test_an_env_that_carries_memory_across_resets_is_told_of(

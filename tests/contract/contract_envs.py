@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -19,7 +20,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces, wrappers
 
-from kit import CounterEnv, SpaceEnv, TokenSpace, example_spaces
+from kit import CounterEnv, MemoryEnv, SpaceEnv, TokenSpace, example_spaces
 from multienv import ResetWith
 from multienv.wire.shared_file import DATA_NAME
 
@@ -160,35 +161,20 @@ def numbered(index: int) -> CounterEnv:
     return CounterEnv(horizon=10 + index)
 
 
-class Port(CounterEnv):
-    """Holds a port while it lives, and leaks."""
+class Port(MemoryEnv):
+    """Holds a port while it lives; leaks, or remembers its steps."""
 
-    def __init__(self, port: int, horizon: int) -> None:
-        super().__init__(horizon=horizon, count_episodes=False)
+    def __init__(self, port: int, horizon: int, *, leaks: bool = True) -> None:
+        super().__init__(math.inf if leaks else 0, horizon)
         self.socket = socket.create_server(("127.0.0.1", port))
-        self.leak: list[bytearray] = []
+        self.leaks, self.leak = leaks, list[bytearray]()
 
     def step(self, action: Any) -> Any:
-        self.leak.append(bytearray(2**20))
+        self.leak += [bytearray(2**20)] * self.leaks
         return super().step(action)
 
     def close(self) -> None:
         self.socket.close()
-
-
-class RememberingPort(Port):
-    """Shows how many steps it has taken since it was built."""
-
-    def __init__(self, port: int, horizon: int) -> None:
-        super().__init__(port, horizon)
-        self.steps_ever = 0
-
-    def step(self, action: Any) -> Any:
-        self.steps_ever += 1
-        return CounterEnv.step(self, action)
-
-    def _next_draw(self) -> float:
-        return super()._next_draw() + self.steps_ever
 
 
 class SeesSeedEnv(CounterEnv):
@@ -537,10 +523,3 @@ class UnevenEnv(CounterEnv):
             (self.directory / "hung").touch()
             time.sleep(60.0)
         return super().step(action)
-
-
-class OddInfoEnv(CounterEnv):
-    """Tells what gymnasium's merging changes: numbers of other types, keys that only some steps have."""
-
-    def _info(self) -> dict[str, Any]:
-        return {"number": self.episode_step, "pair": (1, 2)} if self.episode_step % 2 else {}

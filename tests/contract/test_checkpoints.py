@@ -15,7 +15,7 @@ import pytest
 from kit import (
     CounterEnv,
     GlobalRandomEnv,
-    StickyStateEnv,
+    MemoryEnv,
     Transition,
     first_difference,
     kill_worker,
@@ -30,7 +30,7 @@ from multienv.errors import (
 
 ENVS: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
     "global generators": GlobalRandomEnv,
-    "sticky": StickyStateEnv,
+    "memory": partial(MemoryEnv, 0),
     "LunarLander": partial(gymnasium.make, "LunarLander-v3"),
 }
 
@@ -50,7 +50,7 @@ def go_on(env: gymnasium.Env[Any, Any], actions: list[Any], *, ended: bool) -> l
     return record
 
 
-@pytest.mark.parametrize(("name", "steps"), [*((name, 45) for name in ENVS), ("sticky", 0)])
+@pytest.mark.parametrize(("name", "steps"), [*((name, 45) for name in ENVS), ("memory", 0)])
 def test_another_env_goes_on_bit_for_bit(name: str, steps: int) -> None:
     env_fn = ENVS[name]
     with SubprocessEnv(env_fn) as env:

@@ -14,7 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from contract_envs import Port, RememberingPort
+from contract_envs import Port
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from kit import (
@@ -204,7 +204,7 @@ def test_no_process_is_ended_by_plan_in_an_episode_that_cannot_be_replayed(monke
     # No reset but the first is told of, whatever it costs: else a replay from a later one might be tried.
     monkeypatch.setattr("multienv.recovery.supervisor.LARGE_SHARE", 1e-12)
     events: list[Any] = []
-    env_fns = [partial(RememberingPort, port, horizon) for port, horizon in zip(free_ports(2), (50, 70), strict=True)]
+    env_fns = [partial(Port, port, horizon, leaks=False) for port, horizon in zip(free_ports(2), (50, 70), strict=True)]
     policy = RestartPolicy(recycle_after_steps=70, backoff=0.0, journal_limit=12_000)
     with SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=policy, hooks=[events.append]) as envs:
         envs.reset(seed=5)

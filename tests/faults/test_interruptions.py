@@ -24,7 +24,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
+from kit import (
+    CounterEnv,
+    FarewellEnv,
+    Fault,
+    FaultyEnv,
+    NondeterministicEnv,
+    descendants,
+    first_difference,
+    is_alive,
+    monitor_pid,
+)
 from kit.ctrl_c import is_waiting
 from kit.interruption import EVENTS_AND_LOCKS, Ledger, disarm, every_place
 from kit.trainer_process import STUCK_AFTER, becomes_true
@@ -302,19 +312,12 @@ def test_time_limit_that_a_handler_raises_as_a_timeout_error_is_never_swallowed(
 # --- what is recorded -----------------------------------------------------------------------------------
 
 
-class RaisingEnv(CounterEnv):
-    """Raises when it is given the action 0."""
-
-    def step(self, action: Any) -> Any:
-        if action == 0:
-            raise ValueError("nought")
-        return super().step(action)
-
-
 def test_step_of_which_one_env_has_made_an_error_is_told_after_an_interruption_at_every_place() -> None:
     """The next step raises the error, with what the other envs returned; or the interrupted one was never sent."""
     culprit, fired = 1, 0
-    envs = SubprocessVectorEnv([partial(RaisingEnv, horizon=None)] * 4, envs_per_worker=2)
+    envs = SubprocessVectorEnv(
+        [partial(FaultyEnv, fault=Fault("raise", "step", action=0, per="episode"), horizon=None)] * 4, envs_per_worker=2
+    )
     with contextlib.closing(envs):
         for interruption in every_place(stride=11):
             envs.reset(seed=0)
@@ -484,22 +487,16 @@ def test_building_of_several_envs_that_was_interrupted_is_ended_however_long_it_
         env.close()
 
 
-class ClosingEnv(CounterEnv):
-    is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def test_close_of_several_envs_interrupted_at_every_place_is_completed_by_the_next() -> None:
+def test_close_of_several_envs_interrupted_at_every_place_is_completed_by_the_next(tmp_path: Path) -> None:
     fired = 0
     for interruption in every_place():
-        envs = MultiEnv([ClosingEnv(), ClosingEnv()])
+        left = [tmp_path / f"{interruption.place} {index}" for index in range(2)]
+        envs = MultiEnv([FarewellEnv(left=one) for one in left])
         with interruption:
             envs.close()
         fired += interruption.fired
         envs.close()
-        assert [env.is_closed for env in envs.envs] == [True, True], interruption.where  # type: ignore[attr-defined]
+        assert all(map(Path.exists, left)), interruption.where
         with pytest.raises(ClosedError):
             envs.step([1, 1])
     assert fired > 5

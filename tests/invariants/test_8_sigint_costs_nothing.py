@@ -19,23 +19,16 @@ import numpy as np
 import pytest
 from faces import KINDS, Face
 
-from kit import CounterEnv
+from kit import CounterEnv, SlowEnv
 from kit.interruption import Sigint, every_place
 from kit.sigints import Presses
 from kit.trainer_process import run
 from multienv import AsyncEnv, AutoResetWrapper, Loss, SerialEnv, SubprocessEnv, interrupts
 
 ENDLESS = partial(CounterEnv, horizon=None)
+SLOW = partial(SlowEnv, step_seconds=0.001)  # the trainer sleeps meanwhile
 # SIGINTs in a test, and in the soak run.
 FEW, SOME, MANY = 10, 25, 200
-
-
-class SlowEnv(CounterEnv):
-    """Takes a millisecond for a step: the trainer sleeps meanwhile."""
-
-    def step(self, action: Any) -> Any:
-        time.sleep(0.001)
-        return super().step(action)
 
 
 def actions_of(number: int, num_envs: int) -> list[int]:
@@ -44,7 +37,7 @@ def actions_of(number: int, num_envs: int) -> list[int]:
 
 def plain_steps(kind: str, env_fn: str, times: str) -> None:
     """Step through SIGINTs; hold all that came back against the same envs in this process."""
-    env_fns = [partial({"fast": CounterEnv, "slow": SlowEnv}[env_fn], horizon=None)] * 2
+    env_fns = [partial(SLOW if env_fn == "slow" else CounterEnv, horizon=None)] * 2
     face = Face(kind, env_fns)
     first, envs = face.reset(0), face.envs
 
@@ -306,7 +299,7 @@ def in_a_loop(is_first: str) -> None:
     ended: list[str] = []
 
     async def main() -> None:
-        async with AsyncEnv(SlowEnv) as env:
+        async with AsyncEnv(SLOW) as env:
             await env.reset(seed=0)
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
             try:

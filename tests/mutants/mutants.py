@@ -403,7 +403,7 @@ MUTANTS = [
         "worker/snapshots.py",
         "                    return _PIPES\n",
         "                    continue\n",
-        REPLAYED,
+        ("tests/faults/test_snapshots.py",),
     ),
     Mutant(
         "A replay that has forgotten an attribute counts as exact.",
@@ -497,6 +497,7 @@ MUTANTS = [
         "recovery/state_machine.py",
         "if count >= rules.poison_after}",
         "if count < 0}",
+        ("tests/simulation/test_faults_and_programs.py",),
     ),
     # --- 4: a reply belongs to its request --------------------------------------------------------
     Mutant(
