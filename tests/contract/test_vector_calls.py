@@ -194,7 +194,11 @@ def tell_odd(index: int, step: int) -> dict[Any, Any]:
 
 @both_faces
 def test_infos_that_are_not_merged_are_what_each_env_gave(face):
-    fns = [partial(TellingEnv, tell_odd, horizon=3), partial(TellingEnv, tell_odd), partial(TellingEnv, lambda index, step: {})]
+    fns = [
+        partial(TellingEnv, tell_odd, horizon=3),
+        partial(TellingEnv, tell_odd),
+        partial(TellingEnv, lambda index, step: {}),
+    ]
     with face(fns, merge_infos=False, autoreset_mode="SameStep") as envs:
         _, infos = envs.reset(seed=0)
         assert infos == [{}, {}, {}]

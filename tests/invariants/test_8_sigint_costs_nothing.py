@@ -60,17 +60,10 @@ def plain_steps(kind: str, env_fn: str, times: str) -> None:
     print(len(steps), "steps", times, "SIGINTs", flush=True)
 
 
-@pytest.mark.parametrize("env_fn", ["fast", "slow"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_plain_steps(kind: str, env_fn: str) -> None:
-    run("test_8_sigint_costs_nothing", "plain_steps", kind, env_fn, SOME)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("env_fn", ["fast", "slow"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_plain_steps_through_many(kind: str, env_fn: str) -> None:
-    print(run("test_8_sigint_costs_nothing", "plain_steps", kind, env_fn, MANY, within=110.0))
+@pytest.mark.parametrize("times", [SOME, pytest.param(MANY, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("kind", "env_fn"), [*((kind, "fast") for kind in KINDS), ("multi_env", "slow")])
+def test_plain_steps(kind: str, env_fn: str, times: int) -> None:
+    print(run("test_8_sigint_costs_nothing", "plain_steps", kind, env_fn, times, within=110.0))
 
 
 def each_place(kind: str, what: str, stride: str) -> None:
@@ -174,15 +167,10 @@ def all_moments(kind: str, times: str) -> None:
     print(len(told) // len(program), "programs", times, "SIGINTs", flush=True)
 
 
+@pytest.mark.parametrize("times", [FEW, pytest.param(2 * SOME, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_moments(kind: str) -> None:
-    run("test_8_sigint_costs_nothing", "all_moments", kind, FEW, within=55.0)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_moments_of_many(kind: str) -> None:
-    print(run("test_8_sigint_costs_nothing", "all_moments", kind, 2 * SOME, within=110.0))
+def test_all_moments(kind: str, times: int) -> None:
+    print(run("test_8_sigint_costs_nothing", "all_moments", kind, times, within=110.0))
 
 
 # --- the handler ------------------------------------------------------------------------------------------

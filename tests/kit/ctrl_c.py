@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import multienv
@@ -58,11 +57,3 @@ def ctrl_c(directory: Path, pids: Sequence[int] = ()) -> Iterator[None]:
     finally:
         thread.join()
         (directory / "gate").touch()
-
-
-def raise_in_the_library(_: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt while a call is running; what it has returned is the caller's to keep or to lose."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(PACKAGE):
-            raise KeyboardInterrupt
-        frame = frame.f_back
