@@ -259,8 +259,9 @@ def manager(env_fns: Any, **options: Any) -> Any:
     return manager
 
 
-@pytest.mark.parametrize("make", [vector_env, listed_envs, envs_that_are_built_by_a_multi_env, manager])
-@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "most"), [(vector_env, 2), (listed_envs, 1), (envs_that_are_built_by_a_multi_env, 1), (manager, 1)]
+)
 def test_no_more_workers_build_at_a_time_than_may(make, most, tmp_path):
     restart = RestartPolicy(snapshots=False, backoff=0.0)
     with contextlib.closing(make([partial(LicensedEnv, tmp_path)] * 4, starts_at_once=most, restart=restart)) as envs:

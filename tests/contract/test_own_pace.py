@@ -142,8 +142,7 @@ def test_each_env_returns_what_it_returns_in_step(face: Any, mode: str) -> None:
                 envs.step(batch(envs, [0] * NUM_ENVS))  # and in step again
 
 
-@pytest.mark.parametrize("few", [64, 2])
-@pytest.mark.parametrize("face", [one_each, shared, multi_env])
+@pytest.mark.parametrize(("face", "few"), [(one_each, 64), (one_each, 2), (shared, 64), (multi_env, 2)])
 def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(
     face: Any, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,8 +155,7 @@ def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(
         assert sum(one.losses for one in envs.statistics()) >= 5
 
 
-@pytest.mark.parametrize("face", EACH_BY_ITSELF)
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize(("face", "mode"), [(one_each, "NextStep"), (one_each, "SameStep"), (multi_env, "SameStep")])
 def test_each_env_returns_what_it_returns_in_step_while_workers_are_replaced_by_plan(face: Any, mode: str) -> None:
     """With SAME_STEP the reset is a request of its own, which the new process answers."""
     env_fns = [partial(CounterEnv, horizon=3 + index, count_episodes=False) for index in range(NUM_ENVS)]
@@ -207,9 +205,8 @@ def test_recv_returns_up_to_as_many_as_are_ready(face: Any, tmp_path: Path) -> N
         assert list(envs.recv(1, at_most=3)[-1]) == [0]
 
 
-@pytest.mark.parametrize("face", EACH_BY_ITSELF)
-def test_statistics_tell_whether_the_envs_or_the_policy_are_waited_for(face: Any) -> None:
-    with face([partial(SlowEnv, step_seconds=0.05), CounterEnv]) as envs:
+def test_statistics_tell_whether_the_envs_or_the_policy_are_waited_for() -> None:
+    with multi_env([partial(SlowEnv, step_seconds=0.05), CounterEnv]) as envs:
         envs.reset(seed=3)
 
         def seconds() -> tuple[float, ...]:
@@ -218,10 +215,10 @@ def test_statistics_tell_whether_the_envs_or_the_policy_are_waited_for(face: Any
             return first.recv_seconds, first.ready_seconds, first.idle_seconds
 
         assert seconds() == (0.0, 0.0, 0.0)
-        envs.send(batch(envs, [1, 1]), [0, 1])
+        envs.send([1, 1], [0, 1])
         for _ in range(10):  # the envs are waited for
             envs.recv(2)
-            envs.send(batch(envs, [1, 1]), [0, 1])
+            envs.send([1, 1], [0, 1])
         waited, ready, idle = seconds()
         assert waited > 0.4
         assert idle < 0.3
@@ -230,13 +227,13 @@ def test_statistics_tell_whether_the_envs_or_the_policy_are_waited_for(face: Any
             (first,) = envs.recv(1)[-1]
             time.sleep(0.05)
             (second,) = envs.recv(1)[-1]
-            envs.send(batch(envs, [1, 1]), [first, second])
+            envs.send([1, 1], [first, second])
         more = seconds()
         assert more[0] - waited < 0.5
         assert more[1] - ready > 0.1, "one of two lay ready for half a second"
         assert more[2] - idle > 0.1, "the caller had one of two for half a second"
         envs.recv()
-        envs.step(batch(envs, [1, 1]))
+        envs.step([1, 1])
         assert seconds() >= more
 
 

@@ -131,8 +131,9 @@ def test_an_env_that_a_snapshot_does_not_recover_costs_the_others_of_its_process
 # --- when there is none ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("restart", [RestartPolicy(), OFTEN, RestartPolicy(snapshots=False)], ids=str)
-@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize(
+    ("envs", "restart"), [(3, RestartPolicy()), (1, OFTEN), (3, RestartPolicy(snapshots=False))], ids=str
+)
 def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_past(
     envs: int, restart: RestartPolicy
 ) -> None:
