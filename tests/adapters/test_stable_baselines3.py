@@ -28,7 +28,8 @@ from stable_baselines3.common.vec_env import (
 )
 
 from kit import CounterEnv, Fault, FaultyEnv, observations_equal
-from kit.ctrl_c import GateEnv, ctrl_c
+from kit.ctrl_c import ctrl_c
+from kit.gates import WAIT, GateEnv
 from multienv import Loss, RestartPolicy
 from multienv.adapters.stable_baselines3 import SubprocessVecEnv
 from multienv.testing import Killer
@@ -253,10 +254,10 @@ def test_a_step_interrupted_by_ctrl_c_is_completed_by_the_next(tmp_path):
         normal.reset()
         normal.step(np.ones(2, int))
         with ctrl_c(tmp_path), pytest.raises(KeyboardInterrupt):
-            normal.step(np.zeros(2, int))
+            normal.step(np.full(2, WAIT))
         observations, _, _, infos = normal.step(np.ones(2, int))
         assert observations[:, 0].tolist() == [2, 2]
-        assert observations[:, 3].tolist() == [0, 0]  # the actions of the interrupted step
+        assert observations[:, 3].tolist() == [WAIT, WAIT]  # the actions of the interrupted step
         assert [info["multienv"]["resumed"] for info in infos] == [True, True]
         observations, _, _, infos = normal.step(np.ones(2, int))
         assert observations[:, 0].tolist() == [3, 3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 from manager_envs import FailingResetEnv
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, kill_worker
-from kit.gates import GatedBuildEnv, opened_meanwhile
+from kit.gates import gated_from_the_second_time, opened_meanwhile
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import AsyncSubprocessEnvManager, RestartPolicy
 from multienv.errors import ClosedError
@@ -23,9 +22,7 @@ RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
 
 def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
     """Env 0 cannot be built again until the other one has gone on for a while."""
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    fns = [partial(GatedBuildEnv, gate=str(gate), horizon=None), partial(CounterEnv, horizon=None)]
+    fns = [partial(gated_from_the_second_time, tmp_path), partial(CounterEnv, horizon=None)]
     options: Any = {"wait_num": 1, "step_wait_timeout": 0.0, "restart": RestartPolicy(snapshots=False)}
     with AsyncSubprocessEnvManager(fns, **options) as manager:
         kill_worker(manager, 0)
@@ -34,7 +31,7 @@ def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
             assert 0 not in seen
             assert list(manager.ready_obs) == [1]
             seen = manager.step({1: 1})
-        with opened_meanwhile(gate):  # that it is lost is noticed here at the latest
+        with opened_meanwhile(tmp_path):  # that it is lost is noticed here at the latest
             while 0 not in seen:
                 seen = manager.step(dict.fromkeys(manager.ready_obs, 1))
         assert seen[0].observation[0] == 1

@@ -14,7 +14,7 @@ from manager_envs import SeenResetEnv, counters
 
 from kit import CounterEnv, Fault, FaultyEnv, PidEnv
 from kit.faults import FaultError
-from kit.gates import GatedEnv, open_up, opened_meanwhile
+from kit.gates import GateEnv, opened_meanwhile
 from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import (
     CallPendingError,
@@ -141,8 +141,8 @@ def test_seeds(manager_of: Any, seed: Any, firsts: list[Any]) -> None:
 # --- whichever is ready ---------------------------------------------------------------------------
 
 
-def test_asynchronous_takes_what_is_ready(gate: Path) -> None:
-    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(3)]
+def test_asynchronous_takes_what_is_ready(tmp_path: Path) -> None:
+    fns = [partial(GateEnv, tmp_path), *counters(3)]
     with AsyncSubprocessEnvManager(fns, wait_num=2, step_wait_timeout=0.0) as manager:
         waiting = manager.step(dict.fromkeys(range(4), 3))
         got = set(waiting)
@@ -155,29 +155,29 @@ def test_asynchronous_takes_what_is_ready(gate: Path) -> None:
         while got != {1, 2, 3}:
             got |= set(manager.step(dict.fromkeys(manager.ready_obs, 1)))
             assert 0 not in got
-        open_up(gate)
+        (tmp_path / "gate").touch()
         while 0 not in (timesteps := manager.step(dict.fromkeys(manager.ready_obs, 1))):
             pass
         assert timesteps[0].observation[[0, 3]].tolist() == [1, 3]
 
 
-def test_asynchronous_waits_for_more_as_long_as_told(gate: Path) -> None:
+def test_asynchronous_waits_for_more_as_long_as_told(tmp_path: Path) -> None:
     """None: for all of them, however little is asked for."""
-    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1)]
+    fns = [partial(GateEnv, tmp_path), *counters(1)]
     with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=None) as manager:
         manager.step({0: 1, 1: 1})
-        with opened_meanwhile(gate):
+        with opened_meanwhile(tmp_path):
             assert set(manager.step({0: 3, 1: 3})) == {0, 1}
 
 
-def test_asynchronous_waits_for_no_more_than_it_was_given_actions(gate: Path) -> None:
+def test_asynchronous_waits_for_no_more_than_it_was_given_actions(tmp_path: Path) -> None:
     """So that the last of the fast ones does not wait for the slow one."""
-    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(2)]
+    fns = [partial(GateEnv, tmp_path), *counters(2)]
     with AsyncSubprocessEnvManager(fns, wait_num=2, step_wait_timeout=0.0) as manager:
         assert set(manager.step({0: 3, 1: 1, 2: 1})) == {1, 2}
         assert set(manager.step({1: 1})) == {1}
         assert set(manager.step({1: 1, 2: 1})) == {1, 2}
-        open_up(gate)
+        (tmp_path / "gate").touch()
         assert set(manager.step({})) == {0}
 
 
@@ -188,8 +188,8 @@ def test_synchronous_steps_exactly_the_ids_it_is_given() -> None:
         assert [observation[0] for observation in manager.ready_obs.values()] == [3, 2, 2, 3]
 
 
-def test_an_env_being_reset_keeps_no_other_from_going_on(manager_of: Any, gate: Path) -> None:
-    fns = [partial(GatedEnv, reset_gate=str(gate), horizon=1), *counters(1, horizon=None)]
+def test_an_env_being_reset_keeps_no_other_from_going_on(manager_of: Any, tmp_path: Path) -> None:
+    fns = [partial(GateEnv, tmp_path, in_reset=True, horizon=1), *counters(1, horizon=None)]
     with manager_of(fns) as manager:
         assert manager.step({0: 1, 1: 1})[0].done
         for step in range(1, 20):
@@ -198,7 +198,7 @@ def test_an_env_being_reset_keeps_no_other_from_going_on(manager_of: Any, gate: 
         assert manager.env_states[0] == EnvState.RESET
         with pytest.raises(ResetNeededError, match="env 0 is being reset"):
             manager.step({0: 1})
-        open_up(gate)
+        (tmp_path / "gate").touch()
         while 0 not in manager.ready_obs:
             manager.step({1: 1})
         assert manager.ready_obs[0][:2].tolist() == [0, 1]
@@ -245,11 +245,11 @@ def test_attributes_and_methods_of_all_envs(manager_of: Any) -> None:
         assert manager.get_attr("render_mode") == ["rgb_array"] * 3
 
 
-def test_calls_wait_for_what_is_under_way(gate: Path) -> None:
-    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1)]
+def test_calls_wait_for_what_is_under_way(tmp_path: Path) -> None:
+    fns = [partial(GateEnv, tmp_path), *counters(1)]
     with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0) as manager:
         assert set(manager.step({0: 3, 1: 3})) == {1}
-        with opened_meanwhile(gate):
+        with opened_meanwhile(tmp_path):
             assert manager.get_attr("episode_step") == [1, 1]
         assert set(manager.step({})) == {0}  # nothing was lost
 

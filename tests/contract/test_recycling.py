@@ -26,7 +26,7 @@ from kit import (
     assert_same_trajectory,
     rollout,
 )
-from kit.gates import GatedEnv, open_up
+from kit.gates import GateEnv
 from kit.process_table import is_alive
 from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
@@ -211,9 +211,9 @@ def test_no_process_is_ended_by_plan_in_an_episode_that_cannot_be_replayed(monke
     assert not any(isinstance(event, Loss) for event in events)
 
 
-def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end(gate: Path) -> None:
+def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end(tmp_path: Path) -> None:
     policy = RestartPolicy(recycle_after_episodes=1000)
-    env_fn = partial(GatedEnv, reset_gate=str(gate), horizon=4, count_episodes=False)
+    env_fn = partial(GateEnv, tmp_path, in_reset=True, horizon=4, count_episodes=False)
     with SubprocessVectorEnv([env_fn], autoreset_mode="SAME_STEP", restart=policy) as envs:
         envs.reset(seed=5)
         for _ in range(3):
@@ -221,7 +221,7 @@ def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end(gate
         envs.step_async(np.array([1]))
         with pytest.raises(WaitTimeout):
             envs.step_wait(timeout=0.1)
-        open_up(gate)
+        (tmp_path / "gate").touch()
         observations, rewards, terminated, _, infos = envs.step_wait()
         assert (observations[0][0], infos["final_obs"][0][0]) == (0, 4)
         assert terminated.tolist() == [True]

@@ -16,7 +16,8 @@ import pytest
 from faces import KINDS, Face
 
 from kit import CounterEnv
-from kit.ctrl_c import GateEnv, ctrl_c
+from kit.ctrl_c import ctrl_c
+from kit.gates import WAIT, GateEnv
 from multienv.errors import ClosedError
 
 
@@ -33,15 +34,15 @@ def test_an_interrupted_step_is_completed_by_the_next_one_or_dropped(kind: str, 
         face.step([0, 0])
         pids = face.pids()
         with ctrl_c(tmp_path, pids), pytest.raises(KeyboardInterrupt):
-            face.step([1, 2])
+            face.step([WAIT, WAIT])
         if then == "close":
             return
         if then == "step":
-            rows = face.step([3, 3])
-            assert seen(rows) == [[2, 1], [2, 2]][everyone]
+            rows = face.step([2, 2])
+            assert seen(rows) == [[2, WAIT], [2, WAIT]][everyone]
             assert all(row.info["multienv"] == {"resumed": True} for row in rows)
-            rows = face.step([3, 0])
-            assert seen(rows) == [[3, 3], [3, 0]][everyone]
+            rows = face.step([1, 0])
+            assert seen(rows) == [[3, 1], [3, 0]][everyone]
             assert not any("multienv" in row.info for row in rows)
         else:
             assert seen(face.reset(0)) == [[0, -1], [0, -1]][everyone]
@@ -65,7 +66,7 @@ def test_a_handler_may_close_under_the_step(kind: str, tmp_path: Path, handle: A
         face.step([0, 0])
         handle(lambda *_: face.close())
         with ctrl_c(tmp_path), pytest.raises(ClosedError):
-            face.step([1, 1])
+            face.step([WAIT, WAIT])
         with pytest.raises(ClosedError):
             face.reset()
 
@@ -88,7 +89,7 @@ def test_a_handler_may_step_other_envs_and_the_interrupted_step_goes_on(kind: st
 
         handle(handler)
         with ctrl_c(tmp_path):
-            rows = face.step([1, 2])
+            rows = face.step([WAIT, WAIT])
         assert handled == [[2, 3]] * other.num_envs
-        assert seen(rows) == [[2, 1], [2, 2]][: face.num_envs]
+        assert seen(rows) == [[2, WAIT], [2, WAIT]][: face.num_envs]
         assert face.losses() == 0
