@@ -33,6 +33,7 @@ from kit import (
     no_leaks,
 )
 from kit.gates import GO, WAIT, GateEnv
+from kit.side_by_side import info_of
 from kit.trainer_process import becomes_true
 from multienv import (
     Deadlines,
@@ -85,16 +86,6 @@ def batch(envs: Any, actions: Any) -> Any:
     return list(actions) if isinstance(envs, MultiEnv) else np.array(actions)
 
 
-def info_of(envs: Any, infos: Any, place: int) -> Any:
-    if isinstance(envs, MultiEnv):
-        return infos[place]
-    return {
-        key: info_of(envs, value, place) if isinstance(value, dict) else value[place]
-        for key, value in infos.items()
-        if key[0] != "_" and infos[f"_{key}"][place]
-    }
-
-
 def row_of(values: Any, place: int) -> tuple[Any, ...]:
     observation, reward, *flags = (value[place] for value in values)
     return observation.copy(), float(reward), *map(bool, flags)
@@ -112,7 +103,9 @@ def at_own_pace(envs: Any, steps: int, k: int | None, between: Callable[[], obje
         *values, infos, indices = envs.recv(k)
         assert len(indices) == (envs.num_envs if k is None else k)
         for place, env in enumerate(indices):
-            found[env].append((*row_of(values, place), info_of(envs, infos, place)))
+            found[env].append(
+                (*row_of(values, place), infos[place] if isinstance(envs, MultiEnv) else info_of(infos, place))
+            )
         envs.send(batch(envs, [action_of(env, len(found[env])) for env in indices]), indices)
         between()
     return [one[: steps + 1] for one in found]
@@ -122,11 +115,11 @@ def in_step(mode: str, steps: int, env_fns: Any = ENV_FNS) -> list[list[Any]]:
     """The same in gymnasium's own vector env."""
     envs = SyncVectorEnv(env_fns, autoreset_mode=mode)
     observations, infos = envs.reset(seed=3)
-    found = [[(observations[env].copy(), 0.0, False, False, info_of(envs, infos, env))] for env in range(NUM_ENVS)]
+    found = [[(observations[env].copy(), 0.0, False, False, info_of(infos, env))] for env in range(NUM_ENVS)]
     for step in range(1, steps + 1):
         *values, infos = envs.step(np.array([action_of(env, step) for env in range(NUM_ENVS)]))
         for env in range(NUM_ENVS):
-            found[env].append((*row_of(values, env), info_of(envs, infos, env)))
+            found[env].append((*row_of(values, env), info_of(infos, env)))
     envs.close()
     return found
 

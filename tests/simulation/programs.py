@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kit.interruption import Interruption
+from kit.side_by_side import info_of
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import (
     CallPendingError,
@@ -449,7 +450,7 @@ class Run:
             while len(rows) < len(order):
                 *values, infos, envs = self.envs.recv(most and min(most, len(order) - len(rows)))
                 for place, env in enumerate(envs):
-                    info = infos[place] if self.case.face == "multi_env" else part_of(infos, place)
+                    info = infos[place] if self.case.face == "multi_env" else info_of(infos, place)
                     rows[int(env)] = self._row([copy.copy(value[place]) for value in values], info)
             return True
 
@@ -619,7 +620,7 @@ class Run:
         if self.case.face == "subprocess_env":
             return [(observations, infos)]
         if self.case.face != "multi_env":
-            infos = [part_of(infos, env) for env in range(len(self.worlds))]
+            infos = [info_of(infos, env) for env in range(len(self.worlds))]
         return list(zip(map(copy.copy, observations), infos, strict=True))
 
     def _rows(self, told: Any) -> list[Row]:
@@ -629,7 +630,7 @@ class Run:
         if self.case.face == "multi_env":
             return [Row(*row) for row in zip(*values, infos, strict=True)]
         return [
-            self._row([value[env].copy() for value in values], part_of(infos, env)) for env in range(len(self.worlds))
+            self._row([value[env].copy() for value in values], info_of(infos, env)) for env in range(len(self.worlds))
         ]
 
     def _row(self, values: Sequence[Any], info: dict[str, Any]) -> Row:
@@ -674,13 +675,3 @@ def may_be_replayed(struck: Sequence[Fault]) -> bool:
     from_outside = ("before", "in the env", "executed", "torn", "replied")
     is_killed = all(fault.code == KILLED and fault.point in from_outside for fault in struck)
     return is_more or len(struck) > (3 if is_killed else 1)
-
-
-def part_of(infos: dict[str, Any], env: int) -> dict[str, Any]:
-    """Return an env's part of merged infos."""
-    found = {}
-    for key, value in infos.items():
-        if key[0] != "_" and infos[f"_{key}"][env]:
-            one = part_of(value, env) if isinstance(value, dict) else value[env]
-            found[key] = one.item() if isinstance(one, np.generic) else one
-    return found
