@@ -439,7 +439,7 @@ class Played:
     def play(self) -> None:
         dice = random.Random(self.seeds[0])
         self.schedule = diced(self.seeds[0], 0.1, RANDOM_FAULTS)
-        cluster, options = self._clusters.make(self._fault, suspect_after=3.0)
+        cluster, options = self._clusters.make(self._fault, suspect_after=1.5)
         seed = self.seeds[0]
         policy = RestartPolicy(snapshot_every=dice.choice([1, 3, None]), backoff=0.0)
         try:

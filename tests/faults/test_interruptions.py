@@ -30,13 +30,13 @@ from kit import (
     Fault,
     FaultyEnv,
     NondeterministicEnv,
-    descendants,
     first_difference,
-    is_alive,
+    kill_worker,
     monitor_pid,
 )
 from kit.ctrl_c import is_waiting
 from kit.interruption import EVENTS_AND_LOCKS, Ledger, disarm, every_place
+from kit.process_table import alive
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import (
     AsyncEnv,
@@ -64,10 +64,6 @@ ENDLESS = partial(CounterEnv, horizon=None)
 UNREPEATABLE = partial(NondeterministicEnv, horizon=None)
 NO_SNAPSHOTS = RestartPolicy(snapshots=False)
 STEP = np.int64(1)
-
-
-def kill(env: SubprocessEnv) -> None:
-    os.kill(env.statistics().pid or 0, signal.SIGKILL)
 
 
 # --- descriptors and processes --------------------------------------------------------------------------
@@ -125,7 +121,7 @@ def test_reset_interrupted_at_every_place_writes_nothing_to_descriptors_that_are
         with SubprocessEnv(UNREPEATABLE, restart=NO_SNAPSHOTS) as env:
             env.reset(seed=0)
             env.step(STEP)
-            kill(env)
+            kill_worker(env)
             with interruption:
                 env.reset(seed=3)
             fired += interruption.fired
@@ -141,9 +137,6 @@ def test_reset_interrupted_at_every_place_writes_nothing_to_descriptors_that_are
 
 def test_snapshot_of_a_call_interrupted_at_every_place_is_freed() -> None:
     """With the next call of snapshot(), or with the env at the latest."""
-
-    def alive() -> set[int]:
-        return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
 
     others = alive()  # a forkserver of multiprocessing that gymnasium has started, for instance
     fired = 0
@@ -189,9 +182,6 @@ def ctrl_c_in_finalizers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]
 def test_snapshot_that_is_dropped_when_ctrl_c_comes_is_freed_and_ctrl_c_is_not_swallowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def alive() -> set[int]:
-        return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
-
     with SubprocessEnv(ENDLESS), SubprocessEnv(ENDLESS, restart=NO_SNAPSHOTS) as env:
         env.reset(seed=1)
         before = alive()
@@ -246,7 +236,7 @@ def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.Monk
 
     with SubprocessEnv(ENDLESS) as env:
         env.reset(seed=0)
-        kill(env)
+        kill_worker(env)
         with monkeypatch.context() as patch, pytest.raises(Tick):
             patch.setattr(Healing, "recover", broken_off)
             env.snapshot()
@@ -266,7 +256,7 @@ def test_loss_that_is_interrupted_before_its_error_is_raised_brings_no_earlier_a
     with SubprocessEnv(ENDLESS, restart=RestartPolicy(on_crash="raise")) as env:
         env.reset(seed=0)
         env.step(STEP)
-        kill(env)
+        kill_worker(env)
         with monkeypatch.context() as patch, pytest.raises(Tick):
             patch.setattr(Supervisor, "_drop_lost", broken_off)
             env.step(STEP)

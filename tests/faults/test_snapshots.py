@@ -16,6 +16,7 @@ from fault_envs import Alarmed, ForkShyEnv, Obstructed, filling
 
 from invariants.faces import Face, assert_as_without_losses, counts
 from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, kill_worker, monitor_pid
+from kit.process_table import alive
 from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
@@ -206,10 +207,6 @@ def test_a_snapshot_from_before_the_first_reset_is_restored() -> None:
         env.step(1)
         env.restore(kept)
         np.testing.assert_array_equal(env.reset(seed=3)[0], first)
-
-
-def alive() -> set[int]:
-    return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
 
 
 def test_they_are_freed() -> None:

@@ -126,19 +126,6 @@ class HangsInLongReplays(CounterEnv):
         return super().step(action)
 
 
-class HangsWhenToldAgain(CounterEnv):
-    """Its method hangs in each process but the first one."""
-
-    def __init__(self, marker: Path) -> None:
-        super().__init__(horizon=5)
-        self.is_first = not marker.exists()
-        marker.touch()
-
-    def tell(self) -> None:
-        while not self.is_first:
-            time.sleep(1)
-
-
 class Leaking(CounterEnv):
     """Keeps 1 MiB of each step for ever, in its process."""
 

@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from invariant_envs import HangsInLongReplays, HangsWhenToldAgain, Leaking
+from invariant_envs import HangsInLongReplays, Leaking
 
 from kit import CounterEnv, NondeterministicEnv, SlowEnv, kill_worker
 from kit.side_by_side import run_side_by_side
@@ -144,18 +144,6 @@ def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monke
         recovery = play(env, 8, 5, killed_in=2)
     assert recovery.outcome == "replayed"
     assert recovery.replayed <= 2 * 6
-
-
-def test_calls_that_cannot_be_repeated_end_the_episode_and_the_next_one_begins_without_them(tmp_path: Path) -> None:
-    env_fn = partial(HangsWhenToldAgain, tmp_path / "marker")
-    with SubprocessEnv(env_fn, restart=RestartPolicy(snapshots=False), deadlines=Deadlines(recovery=2.5)) as env:
-        env.reset(seed=1)
-        env.call("tell")
-        env.step(1)
-        kill_worker(env)
-        assert env.step(1)[3]
-        assert env.reset(seed=2)[0][0] == 0
-        assert not env.step(1)[3]
 
 
 def test_large_requests_leave_a_start_in_the_journal() -> None:
