@@ -33,6 +33,7 @@ from kit import (
     no_leaks,
 )
 from kit.gates import GO, WAIT, GateEnv
+from kit.makers import multi_env, one_each
 from kit.side_by_side import info_of
 from kit.trainer_process import becomes_true
 from multienv import (
@@ -41,7 +42,6 @@ from multienv import (
     RestartPolicy,
     SerialVectorEnv,
     SubprocessVectorEnv,
-    create_subprocess_envs,
 )
 from multienv.errors import (
     ActionError,
@@ -58,14 +58,6 @@ from multienv.testing import Killer, worker_pids
 NUM_ENVS = 4
 ENV_FNS = [partial(CounterEnv, horizon=3 + index) for index in range(NUM_ENVS)]
 NO_SNAPSHOTS = RestartPolicy(snapshots=False)
-
-
-def multi_env(env_fns: Any, *, autoreset_mode: Any = "NextStep", **options: Any) -> MultiEnv:
-    return MultiEnv(create_subprocess_envs(env_fns, **options), autoreset_mode=autoreset_mode)
-
-
-def one_each(env_fns: Any, **options: Any) -> SubprocessVectorEnv:
-    return SubprocessVectorEnv(env_fns, envs_per_worker=1, **options)
 
 
 def shared(env_fns: Any, **options: Any) -> SubprocessVectorEnv:

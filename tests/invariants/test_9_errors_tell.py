@@ -169,9 +169,9 @@ def test_a_reset_that_fails_names_the_seed_that_it_was_asked_for(kind: str) -> N
     env_fns = [CounterEnv, partial(FaultyEnv, fault=Fault("raise", "reset", at=2))]
     with Face(kind, env_fns[-1:] if kind == "subprocess_env" else env_fns, restart=RAISE) as face:
         face.reset(SEED)
-        with pytest.raises(Exception) as caught:
+        with pytest.raises(FaultError) as caught:
             face.reset(7)
-        failures = getattr(caught.value, "failures", {0: caught.value})
+        failures: Any = getattr(caught.value, "failures", {0: caught.value})
         assert [error.seed for error in failures.values()] == [7 if kind == "subprocess_env" else 8]
 
 
