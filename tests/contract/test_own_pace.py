@@ -37,7 +37,6 @@ from kit.makers import multi_env, one_each
 from kit.side_by_side import info_of
 from kit.trainer_process import becomes_true
 from multienv import (
-    Deadlines,
     MultiEnv,
     RestartPolicy,
     SerialVectorEnv,
@@ -220,22 +219,6 @@ def test_statistics_tell_whether_the_envs_or_the_policy_are_waited_for() -> None
         envs.recv()
         envs.step([1, 1])
         assert seconds() >= more
-
-
-@pytest.mark.parametrize("face", EACH_BY_ITSELF)
-def test_a_hung_env_is_brought_back_while_the_others_go_on(face: Any, tmp_path: Path) -> None:
-    hangs = partial(FaultyEnv, fault=Fault("hang", "step", at=3, once=tmp_path / "hung"), horizon=None)
-    options = {"restart": NO_SNAPSHOTS, "deadlines": Deadlines(step=0.8)}
-    with face([hangs, partial(CounterEnv, horizon=None)], **options) as envs:
-        found: list[list[Any]] = [[], []]
-        envs.reset_async(seed=3)
-        while len(found[0]) < 6:
-            observations, *_, indices = envs.recv(1)
-            found[indices[0]].append(observations[0].copy())
-            envs.send(batch(envs, [1]), indices)
-        assert [one[0] for one in found[0]] == list(range(6))
-        assert envs.statistics()[0].losses == 1
-        assert len(found[1]) > 100, "it did not wait for the other"
 
 
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)

@@ -21,8 +21,6 @@ from kit import (
     CounterEnv,
     Fault,
     FaultyEnv,
-    NondeterministicEnv,
-    assert_no_splice,
     assert_same_trajectory,
     rollout,
 )
@@ -66,20 +64,6 @@ def test_a_process_that_is_replaced_leaves_no_trace(limits: dict[str, Any], begi
     # Its episodes are short: most limits are noticed when one has ended.
     assert "reset" in outcomes or "recycle_after" in limits
     assert outcomes <= {"reset", "exact"} | (set() if begins_anew else {"replayed"})
-
-
-def test_what_cannot_be_replayed_waits_for_the_next_reset() -> None:
-    events: list[Any] = []
-    env_fn = partial(NondeterministicEnv, horizon=None)
-    with SubprocessEnv(env_fn, restart=RestartPolicy(recycle_after_steps=50), hooks=[events.append]) as env:
-        first = rollout(env, num_steps=300, seed=1)
-        pid = env.statistics().pid
-        second = rollout(env, num_steps=10, seed=2)
-        assert env.statistics().pid != pid
-        assert env.statistics().losses == 0
-    assert_no_splice([*first, *second])
-    assert [event.outcome for event in events] == ["put off", "reset"]
-    assert not any(transition.truncated for transition in first)
 
 
 # --- a fresh process at the end of an episode ---------------------------------------------------

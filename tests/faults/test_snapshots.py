@@ -66,23 +66,6 @@ def steps(env: Any, count: int) -> list[Any]:
 # --- of the worker's own ---------------------------------------------------------------------------------
 
 
-def test_a_woken_snapshot_leaves_another_one_in_its_place_at_once() -> None:
-    rungs = Rungs()
-    with SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshot_every=1000), hooks=[rungs]) as env:
-        env.reset(seed=0)
-        seen = steps(env, 1100)  # one in 64 is looked at
-        pids = set()
-        for _ in range(5):
-            settled(env)
-            pids.add(pid_of(env))
-            kill_worker(env)
-            seen += steps(env, 1)
-        assert [int(one[0][0]) for one in seen] == list(range(1, 1106))
-        assert len(pids) == 5
-    assert rungs.seen == ["snapshot"] * 5
-    assert [one.loss.exit_code for one in rungs.recoveries] == [-9] * 5
-
-
 def test_handlers_and_timers_are_what_they_were() -> None:
     with SubprocessEnv(Alarmed, restart=OFTEN) as env:
         env.reset(seed=0)

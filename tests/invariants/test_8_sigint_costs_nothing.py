@@ -130,14 +130,10 @@ def all_moments(kind: str, times: str) -> None:
 
     def keep() -> None:
         nonlocal snapshot
-        snapshot = face.envs.snapshot() if kind != "multi_env" else [env.snapshot() for env in face.envs.envs]
+        snapshot = face.envs.snapshot()
 
     def come_back() -> None:
-        if kind == "multi_env":
-            for env, one in zip(face.envs.envs, snapshot, strict=True):
-                env.restore(one)
-        else:
-            face.envs.restore(snapshot)
+        face.envs.restore(snapshot)
 
     def step() -> Any:  # and nothing besides: an interrupt in code of ours, after the step, would lose what it returned
         return face.envs.step(action)[0]
@@ -149,7 +145,7 @@ def all_moments(kind: str, times: str) -> None:
         face.close()
         return [(one.losses, one.exact_recoveries, one.truncated_recoveries) for one in face.statistics()]
 
-    action: Any = {"subprocess_env": np.int64(1), "vector_env": np.array([1, 1]), "multi_env": [np.int64(1)] * 2}[kind]
+    action: Any = {"subprocess_env": np.int64(1), "vector_env": np.array([1, 1])}[kind]
     program = [build, reset, step, kill, step, keep, step, step, come_back, step, close]
     began = time.monotonic()
     for call in program:
@@ -161,14 +157,14 @@ def all_moments(kind: str, times: str) -> None:
         run = told[place : place + len(program)]
         seen = [np.atleast_2d(run[step])[:, [0, 3]].tolist() for step in (2, 4, 6, 7, 9)]
         assert seen == [[[number, 1]] * face.num_envs for number in (1, 2, 3, 4, 3)], run
-        assert run[-1] == [(1, 1, 0), (0, 0, 0)][: len(run[-1])], run
+        assert run[-1] == [(1, 1, 0)], run
     if face is not None:
         face.close()
     print(len(told) // len(program), "programs", times, "SIGINTs", flush=True)
 
 
 @pytest.mark.parametrize("times", [FEW, pytest.param(2 * SOME, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 def test_all_moments(kind: str, times: int) -> None:
     print(run("test_8_sigint_costs_nothing", "all_moments", kind, times, within=110.0))
 
