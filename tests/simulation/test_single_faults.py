@@ -12,7 +12,7 @@ from simulation.schedules import bases, check_each_single_fault, name_of
 BASES = list(bases())
 
 
-@pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [47, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("base", BASES, ids=name_of)
 def test_single_fault_leaves_the_trajectory_whole(base: Case, stride: int) -> None:
     """By default some of the faults, with constants drawn anew for each program; in the soak run all, with those of life."""
