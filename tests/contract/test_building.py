@@ -23,7 +23,7 @@ from contract_envs import (
     return_none,
 )
 
-from kit import CounterEnv, SpaceEnv, no_leaks
+from kit import CounterEnv, FailsNthTime, SpaceEnv, kill_worker, no_leaks
 from kit.makers import manager, multi_env, one_each
 from multienv import (
     Deadlines,
@@ -262,3 +262,17 @@ def test_those_that_wait_for_their_turn_are_let_go_of_when_one_hangs(tmp_path):
         deadlines, restart = Deadlines(start=1.0), RestartPolicy(on_timeout="raise")
         one_each([hung, CounterEnv], starts_at_once=1, deadlines=deadlines, restart=restart)
     assert list(caught.value.failures) == [0]
+
+
+def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause(tmp_path):
+    env_fn = FailsNthTime(counter=str(tmp_path / "built"), nth=2)
+    with SubprocessEnv(env_fn, restart=RestartPolicy(on_crash="raise")) as env:
+        env.reset(seed=0)
+        kill_worker(env)
+        with pytest.raises(WorkerLostError):
+            env.step(0)
+        with pytest.raises(EnvError) as caught:
+            env.reset(seed=0)
+        assert type(caught.value.__cause__) in type(caught.value).__mro__
+        env.reset(seed=0)
+        assert env.step(1)[0][0] == 1

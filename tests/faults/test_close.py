@@ -317,3 +317,13 @@ def test_signal_ends_a_trainer_that_waits_for_envs_to_close(number: signal.Signa
         trainer.signal(number)
         trainer.wait(10.0)
         trainer.assert_nothing_lives()
+
+
+def test_an_env_that_was_brought_back_is_closed_as_any_other(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    with SubprocessEnv(partial(FarewellEnv, left=left)) as env:
+        env.reset(seed=0)
+        kill_worker(env)
+        env.step(1)
+        assert not left.exists()
+    assert left.exists()

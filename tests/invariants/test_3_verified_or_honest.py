@@ -10,15 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from faces import AND_ASYNC, KINDS, REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
 from invariant_envs import FileEnv, HiddenGoalEnv
 
-from kit import CounterEnv, NondeterministicEnv, descendants, is_alive, kill_worker
+from kit import CounterEnv, NondeterministicEnv, SpaceEnv, descendants, is_alive, kill_worker
 from kit.trainer_process import becomes_true
-from multienv import Recovery, Recycled, RestartPolicy, SubprocessVectorEnv
-from multienv.errors import WorkerLostError
+from multienv import Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv.errors import UsageError, WorkerLostError
 from multienv.recovery import supervisor
 
 STAY = np.zeros(3, np.int64)
@@ -171,3 +172,20 @@ def test_a_replay_in_which_envs_draw_what_they_drew_from_shared_generators_is_ex
                 kill_worker(envs)
             assert all(map(np.array_equal, envs.step(STAY)[:4], twin.step(STAY)[:4])), step
         assert envs.statistics()[0].exact_recoveries == 2
+
+
+def test_a_truncated_step_shows_the_last_large_observation_that_the_caller_saw() -> None:
+    env_fn = partial(SpaceEnv, observation_space=gymnasium.spaces.Box(0, 1, (5000,), np.float64), horizon=99)
+    policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
+    with SubprocessEnv(env_fn, restart=policy) as env:
+        env.reset(seed=0)
+        action = env.action_space.sample()
+        for _ in range(4):
+            seen = env.step(action)[0]
+            env.get_attr("spec")
+            with pytest.raises(UsageError):
+                env.step([1, 2, 3])
+        kill_worker(env)
+        observation, _, _, truncated, _ = env.step(action)
+        assert truncated
+        np.testing.assert_array_equal(observation, seen)

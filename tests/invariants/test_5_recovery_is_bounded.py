@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -198,3 +199,17 @@ def test_an_env_that_no_replay_matches_costs_its_neighbours_nothing_in_their_fir
         (worker,) = envs._workers
         assert [history.is_whole for history in worker.position.journal.histories] == [False, True, True]
     twin.close()
+
+
+def test_think_time_does_not_shorten_the_journal() -> None:
+    """An env of microseconds, a learner that takes its time between sending and receiving."""
+    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(replay_limit=1.0)) as env:
+        env.reset(seed=0)
+        for t in range(1100):
+            env.step_async(1)
+            if t % 64 > 60 or t % 64 < 3:
+                time.sleep(0.005)  # the learner
+            env.step_wait()
+        kill_worker(env)
+        assert env.step(1)[0][0] == 1101
+        assert env.statistics().exact_recoveries == 1

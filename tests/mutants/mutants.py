@@ -137,7 +137,7 @@ MUTANTS = [
         "recovery/rollouts.py",
         'scratch.show(aside, {**scratch.shown(aside), "seen": number})',
         "pass",
-        ("tests/faults/test_rollouts_and_kills.py", "tests/contract/test_rollouts.py"),
+        ("tests/simulation/test_faults_and_programs.py",),
     ),
     Mutant(
         "The step that was asked again after a loss is not recorded.",
