@@ -422,22 +422,22 @@ class Run:
         actions, order = actions_of(number)[: len(self.worlds)], list(range(len(self.worlds)))
         order = order[number % len(order) :] + order[: number % len(order)]
 
-        def give(envs: list[int]) -> None:
+        def send(envs: list[int]) -> None:
             for env in envs:
                 given = [actions[env]]
                 with contextlib.suppress(CallPendingError):  # an interruption came when it had been given
                     self.envs.send(given if self.case.face == "multi_env" else np.array(given), [env])
 
-        for env, row in self._at_own_pace(give, order, 1 if number % 2 else None).items():
+        for env, row in self._at_own_pace(send, order, 1 if number % 2 else None).items():
             self._check_step(env, actions[env], row)
 
     def _do_begin(self, seed: int) -> None:
-        def give(envs: list[int]) -> None:
+        def reset(envs: list[int]) -> None:
             with contextlib.suppress(CallPendingError):
                 self.envs.reset_async(seed=seed)
 
         before = self.truncated
-        for env, row in self._at_own_pace(give, range(len(self.worlds)), 2).items():
+        for env, row in self._at_own_pace(reset, range(len(self.worlds)), 2).items():
             if self.truncated == before:
                 self.worlds[env].reset(seed + env, row, is_anew=self._is_begun_anew(self.workers[env]))
 
@@ -454,7 +454,7 @@ class Run:
                     rows[int(env)] = self._row([copy.copy(value[place]) for value in values], info)
             return True
 
-        return rows if self._told(pace) else {}
+        return rows if self._told(pace, name=give.__name__) else {}
 
     def _do_step(self, number: int, step: Any = None) -> None:
         actions = actions_of(number)[: len(self.worlds)]
@@ -563,7 +563,7 @@ class Run:
         self._again(partial(self.envs.load_state_dict, state))
         self.worlds = copy.deepcopy(worlds)
 
-    def _told(self, call: Any, done: Any = None) -> Any:
+    def _told(self, call: Any, done: Any = None, name: str = "") -> Any:
         """Return what a call returns, or ``done``; ``None`` if it raised the loss of a worker, as the policy has it."""
         struck = self._struck
         try:
@@ -576,7 +576,7 @@ class Run:
             elif self.case.policy != "raise":
                 if not any(map(self._is_forced, self.workers)):
                     raise
-                name = getattr(call, "func", call).__name__
+                name = name or getattr(call, "func", call).__name__
                 assert name in ("reset", "call", "set_attr", "snapshot"), "only what cannot be truncated is raised"
                 if name != "reset":
                     self._failed.append(set(getattr(error, "failures", {0: error})))
