@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from kit import CounterEnv, Fault, FaultyEnv, GlobalRandomEnv, MemoryEnv, NondeterministicEnv, SlowEnv
+from kit import CounterEnv, Fault, FaultyEnv, GlobalRandomEnv, MemoryEnv, NondeterministicEnv, OnlyEnv, SlowEnv
 
 
 class FromLock(CounterEnv):
@@ -180,6 +180,7 @@ class ForkedLate(Forked):
 
 Chance = NondeterministicEnv
 Remembering = MemoryEnv
+OnlyOne = OnlyEnv
 unpicklable = functools.partial(FromLock, threading.Lock())
 hanging = functools.partial(FaultyEnv, fault=Fault("hang_c", "step", at=3))
 segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
@@ -202,18 +203,6 @@ def long_with_thread() -> Any:
     env = gymnasium.make("CartPole-v1", max_episode_steps=1_000_000)
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     return env
-
-
-class OnlyOne(CounterEnv):
-    """Is the only one of its process."""
-
-    is_there = False
-
-    def __init__(self) -> None:
-        super().__init__(count_episodes=False)
-        if OnlyOne.is_there:
-            raise RuntimeError("only one in a process")
-        OnlyOne.is_there = True
 
 
 class TwoRewards(CounterEnv):

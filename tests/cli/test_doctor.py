@@ -441,9 +441,9 @@ def test_an_env_that_does_not_work_is_refused_with_the_last_lines_that_it_printe
 
 
 def test_an_env_that_is_the_only_one_of_its_process_gets_a_worker_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:OnlyOne", checks.shares)
-    assert "only one in a process" in rows["shares"]["meaning"]
-    assert "SubprocessVectorEnv([OnlyOne] * 8, " in told["code"]
+    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:OnlyOne", checks.shares, count_episodes=False)
+    assert "only one emulator" in rows["shares"]["meaning"]
+    assert "SubprocessVectorEnv([lambda: OnlyOne(count_episodes=False)] * 8, " in told["code"]
     assert "envs_per_worker=1" in told["code"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-import signal
 import socket
 import sys
 import tempfile
@@ -489,20 +488,6 @@ class LicensedEnv(CounterEnv):
             for _ in range(5):
                 self.held = max(self.held, len(list(directory.iterdir())))
                 time.sleep(0.01)
-
-
-class OnlyEnv(CounterEnv):
-    """Can be built once in a process."""
-
-    built = 0
-
-    def __init__(self, *, segfaults: bool = False) -> None:
-        super().__init__()
-        type(self).built += 1
-        if self.built > 1:
-            if segfaults:
-                os.kill(os.getpid(), signal.SIGSEGV)
-            raise RuntimeError("only one emulator instance per process")
 
 
 class UnevenEnv(CounterEnv):

@@ -16,14 +16,13 @@ import pytest
 from contract_envs import (
     EndlessFailure,
     LicensedEnv,
-    OnlyEnv,
     exit_at_build,
     raise_at_build,
     return_a_lock_as_metadata,
     return_none,
 )
 
-from kit import CounterEnv, FailsNthTime, SpaceEnv, kill_worker, no_leaks
+from kit import CounterEnv, FailsNthTime, OnlyEnv, SpaceEnv, kill_worker, no_leaks
 from kit.makers import manager, multi_env, one_each
 from multienv import (
     Deadlines,

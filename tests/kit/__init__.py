@@ -11,8 +11,8 @@ from typing import Any
 HOMES = {
     "counter": ["CounterEnv"],
     "envs": [
-        *("FarewellEnv", "FaultyEnv", "ForkingEnv", "GlobalRandomEnv", "MemoryEnv", "NondeterministicEnv", "PidEnv"),
-        *("SameArrayEnv", "SlowEnv"),
+        *("FarewellEnv", "FaultyEnv", "ForkingEnv", "GlobalRandomEnv", "MemoryEnv", "NondeterministicEnv"),
+        *("OnlyEnv", "PidEnv", "SameArrayEnv", "SlowEnv"),
     ],
     "faults": ["FailsNthTime", "Fault", "FaultError", "TwoArgumentError"],
     "kills": ["kill_worker"],

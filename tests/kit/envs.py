@@ -264,6 +264,20 @@ def _fork_child(stubborn: bool) -> int:
     return pid
 
 
+class OnlyEnv(CounterEnv):
+    """Can be built once in a process."""
+
+    built = 0
+
+    def __init__(self, *, segfaults: bool = False, **counter: Any) -> None:
+        super().__init__(**counter)
+        type(self).built += 1
+        if self.built > 1:
+            if segfaults:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            raise RuntimeError("only one emulator instance per process")
+
+
 class PidEnv(CounterEnv):
     """Puts the pid of the process it runs in into every info, and into the attribute `pid`."""
 
