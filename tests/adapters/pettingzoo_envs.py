@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,8 +19,7 @@ class CampEnv(ParallelEnv):
     Args:
         horizon: Steps of an episode.
         fault: What happens in the step ``at`` of an episode whose reset has ``options={"fault": True}``: "kill",
-            "hang", "raise"; "entropy": observations are from outside.
-        once: A file: the fault does not strike again when it is there.
+            "raise".
         render_mode: "rgb_array" or nothing.
     """
 
@@ -38,10 +35,8 @@ class CampEnv(ParallelEnv):
         "cook": (spaces.Box(0, 1, (700,), np.float64), spaces.MultiDiscrete([2, 3])),  # more than 4096 bytes
     }
 
-    def __init__(
-        self, horizon: int = 12, fault: str = "", once: Path | None = None, render_mode: str | None = None
-    ) -> None:
-        self.horizon, self.fault, self.once, self.render_mode = horizon, fault, once, render_mode
+    def __init__(self, horizon: int = 12, fault: str = "", render_mode: str | None = None) -> None:
+        self.horizon, self.fault, self.render_mode = horizon, fault, render_mode
         self.spaces = {agent: self.boxes[agent.partition("_")[0]] for agent in self.possible_agents}
         self.agents: list[str] = []
         self.rng, _ = np_random(None)
@@ -65,7 +60,7 @@ class CampEnv(ParallelEnv):
 
     def step(self, actions: Mapping[str, Any]) -> Any:
         self.steps += 1
-        if self.is_struck and self.steps == 3 and not (self.once and self.once.exists()):
+        if self.is_struck and self.steps == 3:
             self._strike()
         weight = {agent: float(np.sum(actions[agent])) for agent in self.agents}
         present, is_late = list(self.agents), self.steps >= self.horizon
@@ -83,12 +78,8 @@ class CampEnv(ParallelEnv):
         return observations, rewards, terminations, dict.fromkeys(observations, is_late), infos
 
     def _strike(self) -> None:
-        if self.once:
-            self.once.touch()
         if self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif self.fault == "hang":
-            time.sleep(1000)
         elif self.fault == "raise":
             raise ZeroDivisionError("the camp is empty")
 
@@ -96,13 +87,7 @@ class CampEnv(ParallelEnv):
         space = self.observation_space(agent)
         if isinstance(space, spaces.Dict):
             return {"ore": int(self.rng.integers(5)), "fire": self.rng.integers(0, 256, (2, 2), np.uint8)}
-        return (
-            self._from_outside(space) if self.fault == "entropy" else self.rng.random(space.shape).astype(space.dtype)
-        )
-
-    @staticmethod
-    def _from_outside(space: Any) -> Any:
-        return np.random.default_rng().random(space.shape).astype(space.dtype)
+        return self.rng.random(space.shape).astype(space.dtype)
 
     def state(self) -> Any:
         return np.array([self.steps, len(self.agents)])

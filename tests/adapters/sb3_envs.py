@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from kit import CounterEnv, Fault, FaultyEnv
+from kit import CounterEnv
 
 
 class MaskedEnv(CounterEnv):
@@ -77,4 +76,3 @@ class ShapesEnv(gymnasium.Env[Any, Any]):
 
 
 # Ends its process at its second reset.
-one_episode_env = partial(FaultyEnv, fault=Fault("exit", "reset", at=2), horizon=5, count_episodes=False)

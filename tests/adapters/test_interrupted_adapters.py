@@ -7,26 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import signal
-import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
-from stable_baselines3 import PPO
-from stable_baselines3.common.vec_env import VecEnvWrapper
 
-from kit import CounterEnv, is_alive
-from kit.ctrl_c import raise_in_the_library
+from kit import CounterEnv
 from kit.interruption import Interruption, every_place
 from kit.sigints import Presses
-from kit.trainer_process import Trainer, run
+from kit.trainer_process import run
 from multienv.adapters.pettingzoo import SubprocessParallelEnv
 from multienv.adapters.stable_baselines3 import SubprocessVecEnv
 from multienv.errors import CallPendingError
@@ -229,136 +221,6 @@ def test_what_cannot_be_unpickled_is_told_of_once_and_the_env_goes_on() -> None:
         assert env.step({"a": 3})[0]["a"].tolist() == [3, 3]
 
 
-# --- by real signals: a program in a process group of its own, as a terminal has one ----------------------
-
-
-class Told(VecEnvWrapper):
-    """Notes each transition that a vec env has returned."""
-
-    def __init__(self, envs: Any, note: Callable[[Any, Any], None]) -> None:
-        super().__init__(envs)
-        self.note, self.offered = note, []
-
-    def reset(self) -> Any:
-        return self.venv.reset()
-
-    def step_async(self, actions: Any) -> None:
-        self.offered.append(int(actions[0]))
-        self.venv.step_async(actions)
-
-    def step_wait(self) -> Any:
-        found = self.venv.step_wait()
-        self.note(found, self.offered)
-        self.offered.clear()
-        return found
-
-
-class Book:
-    """Holds the transitions of an endless CounterEnv against one in this process, until enough has been interrupted."""
-
-    def __init__(self, enough: str) -> None:
-        self._enough = Path(enough)
-        self.twin, self.resumed, self.is_ending = ENDLESS(), 0, False
-        self.twin.reset(seed=1)
-        signal.signal(signal.SIGUSR1, self._end)
-        signal.signal(signal.SIGINT, raise_in_the_library)
-
-    def _end(self, *_: object) -> None:
-        self.is_ending = True
-
-    def note(self, found: Any, offered: list[int]) -> None:
-        """Note what a vec env has returned for the last of these actions, or for one that was interrupted."""
-        observations, rewards, dones, infos = found
-        is_resumed = "multienv" in infos[0]
-        action = int(observations[0][3])
-        assert action in (offered if is_resumed else offered[-1:]), (found, offered)
-        expected = self.twin.step(np.int64(action))
-        assert np.array_equal(observations[0], expected[0]), (found, expected)
-        assert (rewards[0], dones[0]) == (np.float32(expected[1]), False), (found, expected)
-        self.count(is_resumed)
-
-    def count(self, is_resumed: bool) -> None:
-        self.resumed += is_resumed
-        if self.resumed == 5:
-            self._enough.touch()
-
-
-def step_a_vec_env_through_ctrl_c(enough: str) -> None:
-    book = Book(enough)
-    envs = Told(SubprocessVecEnv([ENDLESS] * 2, envs_per_worker=1), book.note)
-    envs.seed(1)
-    envs.reset()
-    print("ready", *[one.pid for one in envs.venv.statistics()], flush=True)
-    while not book.is_ending or envs.offered:
-        with contextlib.suppress(KeyboardInterrupt):
-            envs.step(np.full(2, random.randrange(4)))
-    told = envs.venv.statistics()
-    assert [one.exact_recoveries for one in told] == [one.losses for one in told]
-    envs.close()
-
-
-def learn_through_ctrl_c(enough: str) -> None:
-    """As a user does it: ``learn()`` again, without beginning anew."""
-    book = Book(enough)
-    envs = Told(SubprocessVecEnv([ENDLESS] * 2, envs_per_worker=1), book.note)
-    envs.seed(1)
-    model = PPO("MlpPolicy", envs, n_steps=64, batch_size=64, n_epochs=1, policy_kwargs={"net_arch": [4]}, device="cpu")
-    model.learn(64)
-    print("ready", *[one.pid for one in envs.venv.statistics()], flush=True)
-    while not book.is_ending or envs.offered:
-        with contextlib.suppress(KeyboardInterrupt):
-            model.learn(2_000, reset_num_timesteps=False, callback=lambda *_: not book.is_ending)
-    envs.close()
-
-
-def step_a_parallel_env_through_ctrl_c(enough: str) -> None:
-    book, offered = Book(enough), []
-    env = SubprocessParallelEnv(partial(PairEnv, float("inf")))
-    env.reset(seed=1)
-    print("ready", env.statistics().pid, flush=True)
-    steps = 0
-    while not book.is_ending or offered:
-        offered.append(random.randrange(4))
-        found: Any = None
-        with contextlib.suppress(KeyboardInterrupt):
-            found = env.step(dict.fromkeys(env.agents, offered[-1]))
-        if found is None:
-            continue
-        steps += 1
-        is_resumed = "multienv" in found[4]["a"]
-        step, action = found[0]["a"].tolist()
-        assert (step, action in offered if is_resumed else action == offered[-1]) == (steps, True), (
-            steps,
-            offered,
-            found,
-        )
-        book.count(is_resumed)
-        offered.clear()
-    assert env.statistics().exact_recoveries == env.statistics().losses
-    env.close()
-
-
-@pytest.mark.parametrize(
-    "program", ["step_a_vec_env_through_ctrl_c", "learn_through_ctrl_c", "step_a_parallel_env_through_ctrl_c"]
-)
-def test_a_run_goes_on_through_one_ctrl_c_after_the_other(program: str, tmp_path: Path) -> None:
-    dice, presses, enough = random.Random(program), 0, tmp_path / "enough"
-    with Trainer("test_interrupted_adapters", program, enough) as trainer:
-        workers = [int(word) for word in trainer.expect("ready", 60.0).split()]
-        while presses < 60 or not enough.exists():
-            if trainer.process.poll() is not None:
-                break  # succeed() tells why
-            presses += 1
-            trainer.signal_group(signal.SIGINT)
-            for pid in filter(is_alive, workers):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGINT)
-            time.sleep(dice.uniform(0.0, 0.01))
-        else:
-            trainer.signal(signal.SIGUSR1)
-        trainer.succeed()
-
-
 # --- and with Python's own handler: nothing is lost, and no worker either ------------------------------------
 
 
@@ -378,10 +240,6 @@ def step_a_vec_env_through_sigints(times: str) -> None:
     print(len(found), "steps", times, "SIGINTs", flush=True)
 
 
-def test_sigints_at_random_moments_cost_a_vec_env_nothing() -> None:
-    run("test_interrupted_adapters", "step_a_vec_env_through_sigints", 25)
-
-
-@pytest.mark.soak
-def test_many_sigints_at_random_moments_cost_a_vec_env_nothing() -> None:
-    run("test_interrupted_adapters", "step_a_vec_env_through_sigints", 200, within=55.0)
+@pytest.mark.parametrize("times", [25, pytest.param(200, marks=pytest.mark.soak)])
+def test_sigints_at_random_moments_cost_a_vec_env_nothing(times: int) -> None:
+    run("test_interrupted_adapters", "step_a_vec_env_through_sigints", times, within=55.0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
-from sb3_envs import GoalEnv, MaskedEnv, NamedDict, ShapesEnv, one_episode_env
+from sb3_envs import GoalEnv, MaskedEnv, NamedDict, ShapesEnv
 from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -28,7 +28,8 @@ from stable_baselines3.common.vec_env import (
 )
 
 from kit import CounterEnv, Fault, FaultyEnv, observations_equal
-from kit.ctrl_c import GateEnv, ctrl_c
+from kit.ctrl_c import ctrl_c
+from kit.gates import WAIT, GateEnv
 from multienv import Loss, RestartPolicy
 from multienv.adapters.stable_baselines3 import SubprocessVecEnv
 from multienv.testing import Killer
@@ -239,24 +240,16 @@ def test_seeds_and_options_are_used_once():
 # --- pending and interrupted steps ----------------------------------------------------------------
 
 
-def test_reset_drops_a_pending_step():
-    with made([CounterEnv] * 2) as envs:
-        envs.reset()
-        envs.step_async(np.zeros(2, int))
-        assert envs.reset()[:, 0].tolist() == [0, 0]
-        assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [1, 1]
-
-
 def test_a_step_interrupted_by_ctrl_c_is_completed_by_the_next(tmp_path):
     with made([partial(GateEnv, tmp_path)] * 2) as envs:
         normal = VecNormalize(envs, norm_obs=False, norm_reward=False)  # it calls step_async and step_wait
         normal.reset()
         normal.step(np.ones(2, int))
         with ctrl_c(tmp_path), pytest.raises(KeyboardInterrupt):
-            normal.step(np.zeros(2, int))
+            normal.step(np.full(2, WAIT))
         observations, _, _, infos = normal.step(np.ones(2, int))
         assert observations[:, 0].tolist() == [2, 2]
-        assert observations[:, 3].tolist() == [0, 0]  # the actions of the interrupted step
+        assert observations[:, 3].tolist() == [WAIT, WAIT]  # the actions of the interrupted step
         assert [info["multienv"]["resumed"] for info in infos] == [True, True]
         observations, _, _, infos = normal.step(np.ones(2, int))
         assert observations[:, 0].tolist() == [3, 3]
@@ -334,30 +327,3 @@ def test_make_vec_env_and_evaluate_policy():
     finally:
         envs.close()
         twin.close()
-
-
-def test_a_new_process_for_each_episode() -> None:
-    """For simulators that cannot reset: bit for bit what one process for all episodes gives."""
-    twin = DummyVecEnv([partial(CounterEnv, horizon=5, count_episodes=False)] * 2)
-    policy = RestartPolicy(recycle_after_episodes=1)
-    with made([one_episode_env] * 2, envs_per_worker=1, restart=policy) as envs:
-        for vec in (envs, twin):
-            vec.seed(3)
-        assert np.array_equal(envs.reset(), twin.reset())
-        for step in range(23):
-            actions = np.array([step % 4, 1])
-            got, expected = envs.step(actions), twin.step(actions)
-            assert all(np.array_equal(one, other) for one, other in zip(got[:3], expected[:3], strict=True))
-            for info, other in zip(got[3], expected[3], strict=True):
-                assert ("terminal_observation" in info) == ("terminal_observation" in other)
-                if "terminal_observation" in info:
-                    assert np.array_equal(info["terminal_observation"], other["terminal_observation"])
-        assert [(one.recycled, one.losses) for one in envs.statistics()] == [(4, 0)] * 2
-
-
-def test_a_reset_that_ends_its_process_costs_one_step() -> None:
-    with made([one_episode_env, partial(CounterEnv, horizon=5, count_episodes=False)]) as envs:
-        envs.reset()
-        lost = [step for step in range(30) if envs.step(np.array([1, 1]))[3][0].get("multienv", {}).get("reason")]
-        assert len(lost) >= 3
-        assert np.diff(lost).min() >= 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from kit import CounterEnv, Fault, FaultyEnv, GlobalRandomEnv, SlowEnv
+from kit import CounterEnv, Fault, FaultyEnv, GlobalRandomEnv, MemoryEnv, NondeterministicEnv, OnlyEnv, SlowEnv
 
 
 class FromLock(CounterEnv):
@@ -22,13 +21,6 @@ class FromLock(CounterEnv):
 
     def __init__(self, lock: Any) -> None:
         super().__init__()
-
-
-class Chance(CounterEnv):
-    """Draws from the operating system."""
-
-    def _next_draw(self) -> float:
-        return int.from_bytes(os.urandom(3), "little") / 2**24
 
 
 class Biased(CounterEnv):
@@ -63,33 +55,6 @@ class Wavering(Counted):
     def _next_draw(self) -> float:
         draw = super()._next_draw()
         return draw + os.urandom(1)[0] + 1 if self.number >= self.first and self.episode_step == self.at else draw
-
-
-class Remembering(CounterEnv):
-    """Remembers how many episodes there were, and shows it from one of them on."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__(horizon=5, count_episodes=False)
-        self.after, self.episodes = after, 0
-
-    def reset(self, **options: Any) -> Any:
-        self.episodes += 1
-        return super().reset(**options)
-
-    def _next_draw(self) -> float:
-        return super()._next_draw() + (self.episodes > self.after)
-
-
-class Crashing(CounterEnv):
-    """Ends its process in one of 200 steps, by chance."""
-
-    def __init__(self) -> None:
-        super().__init__(count_episodes=False)
-
-    def step(self, action: Any) -> Any:
-        if int.from_bytes(os.urandom(4), "little") < 2**32 // 200:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        return super().step(action)
 
 
 class Token:
@@ -213,6 +178,9 @@ class ForkedLate(Forked):
         return super()._next_draw() if self.episode_step > 180 else 0.0
 
 
+Chance = NondeterministicEnv
+Remembering = MemoryEnv
+OnlyOne = OnlyEnv
 unpicklable = functools.partial(FromLock, threading.Lock())
 hanging = functools.partial(FaultyEnv, fault=Fault("hang_c", "step", at=3))
 segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
@@ -235,18 +203,6 @@ def long_with_thread() -> Any:
     env = gymnasium.make("CartPole-v1", max_episode_steps=1_000_000)
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     return env
-
-
-class OnlyOne(CounterEnv):
-    """Is the only one of its process."""
-
-    is_there = False
-
-    def __init__(self) -> None:
-        super().__init__(count_episodes=False)
-        if OnlyOne.is_there:
-            raise RuntimeError("only one in a process")
-        OnlyOne.is_there = True
 
 
 class TwoRewards(CounterEnv):

@@ -188,17 +188,14 @@ def doomed(directory: Path, **arguments: Any) -> dict[str, Any]:
     return {**told, "rows": {row["name"]: row for row in told["checks"]}}
 
 
-@pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.usefixtures("in_short")
-def test_an_env_whose_workers_are_lost_again_and_again_ends_its_checks_and_not_the_examination(
-    tmp_path: Path, hangs: bool
-) -> None:
-    told = doomed(tmp_path, first=4, hangs=hangs)
+def test_an_env_whose_workers_are_lost_again_and_again_ends_its_checks_and_not_the_examination(tmp_path: Path) -> None:
+    told = doomed(tmp_path, first=4, hangs=True)
     for name in ("forks", "replays"):
         assert told["rows"][name]["meaning"].startswith("not known: The env's process ")
     assert told["rows"]["leaks"]["meaning"].startswith("not known: The env's process ")
-    assert (told["own_faults"]["hung"] > 6, told["own_faults"]["crashed"] > 6) == (hangs, not hangs)
-    deadlines = "deadlines=Deadlines(step=1.0, reset=1.0), " if hangs else ""
+    assert (told["own_faults"]["hung"] > 6, told["own_faults"]["crashed"] > 6) == (True, False)
+    deadlines = "deadlines=Deadlines(step=1.0, reset=1.0), "
     assert f"* 8, {deadlines}envs_per_worker=1, restart=RestartPolicy(snapshot_every=20)" in told["code"]
     assert not any("np_random" in row["advice"] for row in told["checks"])
 
@@ -253,20 +250,12 @@ def test_an_env_that_crashes_in_the_same_step_each_time_is_not_called_recoverabl
     assert (result.exit_code, told["verdict"]) == (1, "truncates")
 
 
-def test_an_env_that_crashes_at_random_is_never_called_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(3):
-        result, told, _ = examined(monkeypatch, f"{ODD_ENVS}:Crashing", checks.repeats, checks.replays)
-        assert result.exit_code in (0, 1), result.output
-        assert told["verdict"] != "broken"
-        assert all(row["verdict"] != "broken" for row in told["checks"])
-
-
 # --- memory, chance, and what cannot be compared ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("BipedalWalker-v3", {}), (f"{ODD_ENVS}:Remembering", {"after": 40})],
+    [("BipedalWalker-v3", {}), (f"{ODD_ENVS}:Remembering", {"shows_after": 200})],
     ids=["BipedalWalker", "shown late"],
 )
 def test_an_env_that_carries_memory_across_resets_is_told_of(
@@ -438,18 +427,17 @@ def test_what_is_no_env_is_refused_in_one_line(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (2, '--env-kwargs [1]: give a JSON object, such as {"size": 4}.\n')
 
 
-@pytest.mark.parametrize("command", ["chaos", "bench"])
-def test_an_env_that_does_not_work_is_refused_with_the_last_lines_that_it_printed(command: str) -> None:
-    refused = run_process(command, f"{ODD_ENVS}:Loud", "--env-kwargs", '{"horizon": 30}')
+def test_an_env_that_does_not_work_is_refused_with_the_last_lines_that_it_printed() -> None:
+    refused = run_process("chaos", f"{ODD_ENVS}:Loud", "--env-kwargs", '{"horizon": 30}')
     assert refused.returncode == 2
     assert "Loud does not work: The env's process exited with code 7" in refused.stderr
     assert "    err 9" in refused.stderr.splitlines()[-5:]
 
 
 def test_an_env_that_is_the_only_one_of_its_process_gets_a_worker_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:OnlyOne", checks.shares)
-    assert "only one in a process" in rows["shares"]["meaning"]
-    assert "SubprocessVectorEnv([OnlyOne] * 8, " in told["code"]
+    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:OnlyOne", checks.shares, count_episodes=False)
+    assert "only one emulator" in rows["shares"]["meaning"]
+    assert "SubprocessVectorEnv([lambda: OnlyOne(count_episodes=False)] * 8, " in told["code"]
     assert "envs_per_worker=1" in told["code"]
 
 

@@ -42,7 +42,7 @@ from kit import (
     kill_worker,
     rollout,
 )
-from kit.gates import GatedEnv
+from kit.gates import WAIT, GateEnv
 from kit.interruption import Ledger, every_place
 from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
@@ -86,17 +86,6 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clusters]:
     made.forget()
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> str:
-    """The FIFO at which a `GatedEnv` waits."""
-    os.mkfifo(tmp_path / "gate")
-    return str(tmp_path / "gate")
-
-
-def let_pass(gate: str) -> None:
-    Path(gate).write_bytes(b"\0")
-
-
 def assert_as_if_local(env: Any, **counter: Any) -> None:
     """Fail unless the env does what a `CounterEnv` in this process does, to the bit."""
     assert_same_trajectory(rollout(env, ACTIONS, seed=5), rollout(CounterEnv(**counter), ACTIONS, seed=5))
@@ -123,16 +112,16 @@ def test_each_worker_on_a_node_has_its_own_variables_and_so_have_its_replacement
 # --- calls ------------------------------------------------------------------------------
 
 
-def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clusters: Clusters, gate: str) -> None:
+def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clusters: Clusters, tmp_path: Path) -> None:
     """No loop runs hot on either side while an env is slow."""
     cluster, options = clusters.make(every(4, "late"))
-    with RayEnv(partial(GatedEnv, step_gate=gate), ray=options) as env:
+    with RayEnv(partial(GateEnv, tmp_path, horizon=10), ray=options) as env:
         env.reset(seed=1)
         before = cluster.hosts[0].calls
-        env.step_async(3)
+        env.step_async(WAIT)
         time.sleep(5 * HOLD)
         assert cluster.hosts[0].calls - before <= 20
-        let_pass(gate)
+        (tmp_path / "gate").touch()
         env.step_wait()
 
 
@@ -162,16 +151,16 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
     assert "node 0" in events[0].detail
 
 
-def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, gate: str) -> None:
+def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, tmp_path: Path) -> None:
     """As Ctrl-Z and ``fg`` have it."""
     cluster, options = clusters.make(suspect_after=STRICT)
-    with RayEnv(partial(GatedEnv, step_gate=gate), ray=options) as env:
+    with RayEnv(partial(GateEnv, tmp_path, horizon=10), ray=options) as env:
         env.reset(seed=5)
-        env.step_async(3)
+        env.step_async(WAIT)
         me = os.getpid()
         subprocess.run(["sh", "-c", f"(sleep 2.5; kill -CONT {me}) & kill -STOP {me}"], check=True)
         time.sleep(3 * HOLD)
-        let_pass(gate)
+        (tmp_path / "gate").touch()
         env.step_wait()
         assert_as_if_local(env)
         assert env.statistics().losses == 0
@@ -344,11 +333,11 @@ def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
 # --- the end --------------------------------------------------------------------------------------------
 
 
-def test_close_while_a_step_is_under_way(clusters: Clusters, gate: str) -> None:
+def test_close_while_a_step_is_under_way(clusters: Clusters, tmp_path: Path) -> None:
     cluster, options = clusters.make()
-    env = RayEnv(partial(GatedEnv, step_gate=gate), ray=options).initialize()
+    env = RayEnv(partial(GateEnv, tmp_path, horizon=10), ray=options).initialize()
     env.reset(seed=1)
-    env.step_async(3)
+    env.step_async(WAIT)
     began = time.monotonic()
     env.close()
     assert time.monotonic() - began < 8.0
@@ -450,7 +439,7 @@ class Played:
     def play(self) -> None:
         dice = random.Random(self.seeds[0])
         self.schedule = diced(self.seeds[0], 0.1, RANDOM_FAULTS)
-        cluster, options = self._clusters.make(self._fault, suspect_after=3.0)
+        cluster, options = self._clusters.make(self._fault, suspect_after=1.5)
         seed = self.seeds[0]
         policy = RestartPolicy(snapshot_every=dice.choice([1, 3, None]), backoff=0.0)
         try:

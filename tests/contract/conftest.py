@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,3 @@ from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 @pytest.fixture(params=[AsyncSubprocessEnvManager, pytest.param(SyncSubprocessEnvManager, marks=pytest.mark.soak)])
 def manager_of(request: pytest.FixtureRequest) -> Any:
     return request.param
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Any:
-    path = tmp_path / "gate"
-    os.mkfifo(path)
-    return path

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
-import signal
 import socket
 import sys
 import tempfile
@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces, wrappers
 
-from kit import CounterEnv, SpaceEnv, TokenSpace, example_spaces
+from kit import CounterEnv, MemoryEnv, SpaceEnv, TokenSpace, example_spaces
 from multienv import ResetWith
 from multienv.wire.shared_file import DATA_NAME
 
@@ -138,22 +138,6 @@ class EndlessFailure(Exception):
         self.joint = joint
 
 
-def failures() -> list[Exception]:
-    """What the env of `raising_env` raises, by action."""
-    return [
-        EndlessFailure(7, joint="knee"),
-        KeyError("missing"),
-        FileNotFoundError(2, "No such file", "mesh.stl"),
-        StopIteration(3),
-        MemoryError("16 GiB"),
-        gymnasium.error.InvalidAction("no"),
-    ]
-
-
-def raising_env() -> gymnasium.Env[Any, Any]:
-    return EchoEnv(*failures())
-
-
 def raise_at_build() -> gymnasium.Env[Any, Any]:
     raise EndlessFailure(7, joint="knee")
 
@@ -176,35 +160,20 @@ def numbered(index: int) -> CounterEnv:
     return CounterEnv(horizon=10 + index)
 
 
-class Port(CounterEnv):
-    """Holds a port while it lives, and leaks."""
+class Port(MemoryEnv):
+    """Holds a port while it lives; leaks, or remembers its steps."""
 
-    def __init__(self, port: int, horizon: int) -> None:
-        super().__init__(horizon=horizon, count_episodes=False)
+    def __init__(self, port: int, horizon: int, *, leaks: bool = True) -> None:
+        super().__init__(math.inf if leaks else 0, horizon)
         self.socket = socket.create_server(("127.0.0.1", port))
-        self.leak: list[bytearray] = []
+        self.leaks, self.leak = leaks, list[bytearray]()
 
     def step(self, action: Any) -> Any:
-        self.leak.append(bytearray(2**20))
+        self.leak += [bytearray(2**20)] * self.leaks
         return super().step(action)
 
     def close(self) -> None:
         self.socket.close()
-
-
-class RememberingPort(Port):
-    """Shows how many steps it has taken since it was built."""
-
-    def __init__(self, port: int, horizon: int) -> None:
-        super().__init__(port, horizon)
-        self.steps_ever = 0
-
-    def step(self, action: Any) -> Any:
-        self.steps_ever += 1
-        return CounterEnv.step(self, action)
-
-    def _next_draw(self) -> float:
-        return super()._next_draw() + self.steps_ever
 
 
 class SeesSeedEnv(CounterEnv):
@@ -521,20 +490,6 @@ class LicensedEnv(CounterEnv):
                 time.sleep(0.01)
 
 
-class OnlyEnv(CounterEnv):
-    """Can be built once in a process."""
-
-    built = 0
-
-    def __init__(self, *, segfaults: bool = False) -> None:
-        super().__init__()
-        type(self).built += 1
-        if self.built > 1:
-            if segfaults:
-                os.kill(os.getpid(), signal.SIGSEGV)
-            raise RuntimeError("only one emulator instance per process")
-
-
 class UnevenEnv(CounterEnv):
     """Is fast, but takes 0.6 s for an action, hangs for another, and once for another."""
 
@@ -553,10 +508,3 @@ class UnevenEnv(CounterEnv):
             (self.directory / "hung").touch()
             time.sleep(60.0)
         return super().step(action)
-
-
-class OddInfoEnv(CounterEnv):
-    """Tells what gymnasium's merging changes: numbers of other types, keys that only some steps have."""
-
-    def _info(self) -> dict[str, Any]:
-        return {"number": self.episode_step, "pair": (1, 2)} if self.episode_step % 2 else {}

@@ -10,8 +10,6 @@ import asyncio
 import gc
 import inspect
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -23,7 +21,7 @@ import numpy as np
 import pytest
 from contract_envs import EchoEnv
 
-from kit import CounterEnv, assert_nothing_left, is_alive, snapshot_resources
+from kit import CounterEnv, assert_nothing_left, is_alive, kill_worker, snapshot_resources
 from kit.gates import GO, WAIT, GateEnv, gated_from_the_second_time
 from kit.policies import constant
 from kit.trainer_process import STUCK_AFTER, becomes_true
@@ -74,10 +72,6 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
         await task
 
 
-def kill(env: AsyncEnv, number: signal.Signals = signal.SIGKILL) -> None:
-    os.kill(env.statistics().pid or 0, number)
-
-
 def left_by_its_loop(env: AsyncEnv, directory: Path) -> list[asyncio.Task[Any]]:
     """Return a step that waits at the gate, in a loop that was closed."""
 
@@ -105,8 +99,8 @@ async def test_twenty_envs_step_at_the_same_time(tmp_path: Path) -> None:
         assert not any(step.done() for step in steps)
         (tmp_path / "gate").touch()
         for number, (observation, *_) in enumerate(await asyncio.gather(*steps)):
-            first = np.random.default_rng(number).random(2)  # each env's answer is its own
-            np.testing.assert_array_equal(observation, [1, first[1], WAIT])
+            draw = np.random.default_rng(number).random(2)[1]  # each env's answer is its own
+            np.testing.assert_array_equal(observation, np.float32([1, 0, draw, WAIT]))
     finally:
         await asyncio.gather(*(env.close() for env in envs))
 
@@ -208,13 +202,13 @@ async def test_a_worker_killed_while_its_step_is_awaited_is_brought_back_beside_
         await other.reset(seed=0)
         step = await started(env, tmp_path)
         (tmp_path / "waits").unlink()
-        kill(env)
+        kill_worker(env)
         await exists(tmp_path / "waits")  # the step is asked of another process, in which it waits too
         assert (await other.step(1))[0][0] == 1
         (tmp_path / "gate").touch()
         observation, _, _, truncated, info = await step
         assert (observation[0], truncated, info) == (2, False, {})
-        assert observation[1] == np.random.default_rng(3).random(3)[2]
+        assert observation[2] == np.float32(np.random.default_rng(3).random(3)[2])
         (recovery,) = [event for event in events if isinstance(event, Recovery)]
         assert recovery.outcome == "exact"
         assert threads == {threading.get_ident()}
@@ -271,9 +265,9 @@ async def test_the_next_step_completes_a_cancelled_one(tmp_path: Path) -> None:
             await asyncio.wait_for(env.step(GO), 0.1)
         (tmp_path / "gate").touch()
         observation, *_, info = await env.step(GO)
-        assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
+        assert (observation[0], observation[3], info) == (1, WAIT, {"multienv": {"resumed": True}})
         observation, *_, info = await env.step(GO)
-        assert (observation[0], observation[2], info) == (2, GO, {})
+        assert (observation[0], observation[3], info) == (2, GO, {})
 
 
 @in_a_loop
@@ -327,14 +321,14 @@ async def test_a_step_cancelled_while_its_worker_is_brought_back_is_completed_by
     policy = RestartPolicy(snapshots=False)
     async with AsyncEnv(partial(gated_from_the_second_time, tmp_path), restart=policy) as env:
         await env.reset(seed=0)
-        kill(env)
+        kill_worker(env)
         await cancelled(await started(env, tmp_path, env.step(2)))
         step = asyncio.create_task(env.step(GO))
         await asyncio.sleep(0.1)  # the loop is not blocked by it
         assert not step.done()
         (tmp_path / "gate").touch()
         observation, *_, info = await step
-        assert (observation[0], observation[2], info) == (1, 2, {"multienv": {"resumed": True}})
+        assert (observation[0], observation[3], info) == (1, 2, {"multienv": {"resumed": True}})
 
 
 @in_a_loop
@@ -363,7 +357,7 @@ def test_a_call_in_a_loop_that_was_closed_is_completed_in_the_next(tmp_path: Pat
             await env.reset()
         (tmp_path / "gate").touch()
         observation, *_, info = await step
-        assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
+        assert (observation[0], observation[3], info) == (1, WAIT, {"multienv": {"resumed": True}})
 
     asyncio.run(complete())
     asyncio.run(env.close())

@@ -83,14 +83,11 @@ def losses(envs: Any) -> int:
     return sum(one.losses for one in envs.statistics())
 
 
-@pytest.mark.parametrize("steps_before", [20, 70])
 @FACES
-def test_an_env_that_hangs_by_chance_after_twenty_steps_is_recovered(
-    face: Any, steps_before: int, tmp_path: Path
-) -> None:
+def test_an_env_that_hangs_by_chance_after_twenty_steps_is_recovered(face: Any, tmp_path: Path) -> None:
     with face(tmp_path) as envs:
         envs.reset(seed=5)
-        actions = [0] * steps_before + [HANGS_ONCE, 0, 0]
+        actions = [0] * 20 + [HANGS_ONCE, 0, 0]
         assert first_difference(steps(envs, actions), expected(tmp_path, actions)) is None
         assert losses(envs) == 1
 
@@ -192,9 +189,8 @@ def test_a_silent_hang_is_told_of_before_it_is_ended_late(
     assert "Deadlines(step=seconds)" in silent[-1]
 
 
-@FACES
-def test_the_first_steps_have_no_deadline_and_say_what_is_slow(face: Any, tmp_path: Path) -> None:
-    with face(tmp_path) as envs:
+def test_the_first_steps_have_no_deadline_and_say_what_is_slow(tmp_path: Path) -> None:
+    with vector_env(tmp_path) as envs:
         envs.reset(seed=5)
         actions = [SLOW] + [0] * 70 + [SLOW]
         assert first_difference(steps(envs, actions), expected(tmp_path, actions)) is None
@@ -214,14 +210,12 @@ def test_an_env_that_hangs_each_time_is_truncated_after_its_second_chance(face: 
         assert 0.3 + 1.5 < took < 10.0
 
 
-@FACES
-def test_time_that_the_trainer_takes_is_not_the_envs(face: Any, tmp_path: Path) -> None:
-    with face(tmp_path) as envs:
+def test_time_that_the_trainer_takes_is_not_the_envs(tmp_path: Path) -> None:
+    with multi_env(tmp_path) as envs:
         envs.reset(seed=5)
         steps(envs, [0] * 70)
         envs.set_attr("pause", 0.05)
-        actions: Any = [0, 0, 0]
-        envs.send(actions if face is multi_env else np.array(actions))
+        envs.send([0, 0, 0])
         with pytest.raises(WaitTimeout):
             envs.recv(3, timeout=0.0)
         time.sleep(1.0)
@@ -231,18 +225,16 @@ def test_time_that_the_trainer_takes_is_not_the_envs(face: Any, tmp_path: Path) 
         assert time.monotonic() - began < 5.0, "ten times the pause"
 
 
-@FACES
-def test_an_env_that_is_slow_at_its_own_pace_is_waited_for(face: Any, tmp_path: Path) -> None:
+def test_an_env_that_is_slow_at_its_own_pace_is_waited_for(tmp_path: Path) -> None:
     """A step may take ten times as long as those that were seen, which is more than the shortest deadline."""
-    with face(tmp_path) as envs:
+    with multi_env(tmp_path) as envs:
         envs.reset(seed=5)
-        actions: Any = [0, 0, 0] if face is multi_env else np.zeros(3, np.int64)
         envs.set_attr("pause", 0.08)
         for _ in range(22):
-            envs.send(actions)
+            envs.send([0, 0, 0])
             envs.recv()
         envs.set_attr("pause", 0.6)
-        envs.send(actions)
+        envs.send([0, 0, 0])
         envs.recv()
         assert losses(envs) == 0
 

@@ -14,6 +14,7 @@ from contract_envs import MeetingEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from kit import CounterEnv, Fault, FaultError, FaultyEnv, first_difference, kill_worker
+from kit.side_by_side import info_of
 from multienv import AutoResetWrapper, Deadlines, MultiEnv, SerialEnv, SubprocessEnv, create_subprocess_envs
 
 MODES = list(AutoresetMode)
@@ -31,16 +32,8 @@ HOSTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def peers_info(infos: dict[str, Any], index: int) -> dict[str, Any]:
-    """The info of one env out of gymnasium's batch of them; but for FrozenLake's, that it makes an integer."""
-    return {
-        key: peers_info(value, index) if isinstance(value, dict) else value[index]
-        for key, value in infos.items()
-        if key != "prob" and not key.startswith("_") and infos.get(f"_{key}", np.ones(99, bool))[index]
-    }
-
-
 def without_prob(info: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what gymnasium's batch of FrozenLake's infos makes an integer."""
     return {key: without_prob(one) if isinstance(one, dict) else one for key, one in info.items() if key != "prob"}
 
 
@@ -84,7 +77,7 @@ def test_multi_env_is_what_gymnasiums_sync_vector_env_is_also_while_workers_are_
                 assert np.array_equal(np.array(one), other)
             for index in indices:
                 assert np.array_equal(ours[index], theirs[index])
-                np.testing.assert_equal(without_prob(our_infos[index]), peers_info(their_infos, index))
+                np.testing.assert_equal(without_prob(our_infos[index]), without_prob(info_of(their_infos, index)))
         if host == "process":
             assert sum(one.exact_recoveries for one in m.statistics()) == 4
     peer.close()

@@ -16,14 +16,14 @@ import pytest
 from contract_envs import (
     EndlessFailure,
     LicensedEnv,
-    OnlyEnv,
     exit_at_build,
     raise_at_build,
     return_a_lock_as_metadata,
     return_none,
 )
 
-from kit import CounterEnv, SpaceEnv, no_leaks
+from kit import CounterEnv, FailsNthTime, OnlyEnv, SpaceEnv, kill_worker, no_leaks
+from kit.makers import manager, multi_env, one_each
 from multienv import (
     Deadlines,
     MultiEnv,
@@ -32,7 +32,6 @@ from multienv import (
     SerialVectorEnv,
     SubprocessEnv,
     SubprocessVectorEnv,
-    SyncSubprocessEnvManager,
     create_subprocess_envs,
     make_vec,
 )
@@ -195,9 +194,7 @@ def test_a_function_that_needs_an_argument_gets_the_index_of_its_env():
     assert horizons(MultiEnv(create_subprocess_envs(NUMBERED))) == [10, 11, 12]
     assert horizons(SubprocessVectorEnv(NUMBERED, envs_per_worker=2)) == [10, 11, 12]
     assert horizons(SerialVectorEnv(NUMBERED)) == [10, 11, 12]
-    manager = SyncSubprocessEnvManager(NUMBERED)
-    manager.launch()
-    assert horizons(manager) == [10, 11, 12]
+    assert horizons(manager(NUMBERED)) == [10, 11, 12]
     for kind in (SubprocessEnv, SerialEnv):
         for index, expected in ((None, 10), (4, 14)):
             assert horizons_of_one(kind(NUMBERED[0], env_index=index)) == expected
@@ -241,26 +238,13 @@ def test_a_function_that_needs_more_is_refused(function):
 # --- so many at a time --------------------------------------------------------------------------
 
 
-def vector_env(env_fns: Any, **options: Any) -> Any:
-    return SubprocessVectorEnv(env_fns, envs_per_worker=1, **options)
-
-
-def listed_envs(env_fns: Any, **options: Any) -> Any:
-    return MultiEnv(create_subprocess_envs(env_fns, **options))
-
-
 def envs_that_are_built_by_a_multi_env(env_fns: Any, **options: Any) -> Any:
     return MultiEnv([SubprocessEnv(env_fn, **options) for env_fn in env_fns])
 
 
-def manager(env_fns: Any, **options: Any) -> Any:
-    manager = SyncSubprocessEnvManager(env_fns, **options)
-    manager.launch()
-    return manager
-
-
-@pytest.mark.parametrize("make", [vector_env, listed_envs, envs_that_are_built_by_a_multi_env, manager])
-@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "most"), [(one_each, 2), (multi_env, 1), (envs_that_are_built_by_a_multi_env, 1), (manager, 1)]
+)
 def test_no_more_workers_build_at_a_time_than_may(make, most, tmp_path):
     restart = RestartPolicy(snapshots=False, backoff=0.0)
     with contextlib.closing(make([partial(LicensedEnv, tmp_path)] * 4, starts_at_once=most, restart=restart)) as envs:
@@ -275,5 +259,19 @@ def test_those_that_wait_for_their_turn_are_let_go_of_when_one_hangs(tmp_path):
     hung = partial(time.sleep, 600)
     with no_leaks(), pytest.raises(EnvsFailedError) as caught:
         deadlines, restart = Deadlines(start=1.0), RestartPolicy(on_timeout="raise")
-        vector_env([hung, CounterEnv], starts_at_once=1, deadlines=deadlines, restart=restart)
+        one_each([hung, CounterEnv], starts_at_once=1, deadlines=deadlines, restart=restart)
     assert list(caught.value.failures) == [0]
+
+
+def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause(tmp_path):
+    env_fn = FailsNthTime(counter=str(tmp_path / "built"), nth=2)
+    with SubprocessEnv(env_fn, restart=RestartPolicy(on_crash="raise")) as env:
+        env.reset(seed=0)
+        kill_worker(env)
+        with pytest.raises(WorkerLostError):
+            env.step(0)
+        with pytest.raises(EnvError) as caught:
+            env.reset(seed=0)
+        assert type(caught.value.__cause__) in type(caught.value).__mro__
+        env.reset(seed=0)
+        assert env.step(1)[0][0] == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from contract_envs import DictEnv
-from manager_envs import SeenResetEnv, counters
+from manager_envs import FailingResetEnv, SeenResetEnv, counters
 
-from kit import CounterEnv, Fault, FaultyEnv, PidEnv
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, PidEnv, kill_worker
 from kit.faults import FaultError
-from kit.gates import GatedEnv, open_up, opened_meanwhile
-from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
+from kit.gates import GateEnv, gated_from_the_second_time, opened_meanwhile
+from kit.trainer_process import STUCK_AFTER, becomes_true
+from multienv import AsyncSubprocessEnvManager, RestartPolicy, SyncSubprocessEnvManager
 from multienv.errors import (
     CallPendingError,
+    ClosedError,
     EnvError,
     EnvsFailedError,
     ResetNeededError,
@@ -141,8 +145,8 @@ def test_seeds(manager_of: Any, seed: Any, firsts: list[Any]) -> None:
 # --- whichever is ready ---------------------------------------------------------------------------
 
 
-def test_asynchronous_takes_what_is_ready(gate: Path) -> None:
-    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(3)]
+def test_asynchronous_takes_what_is_ready(tmp_path: Path) -> None:
+    fns = [partial(GateEnv, tmp_path), *counters(3)]
     with AsyncSubprocessEnvManager(fns, wait_num=2, step_wait_timeout=0.0) as manager:
         waiting = manager.step(dict.fromkeys(range(4), 3))
         got = set(waiting)
@@ -155,29 +159,29 @@ def test_asynchronous_takes_what_is_ready(gate: Path) -> None:
         while got != {1, 2, 3}:
             got |= set(manager.step(dict.fromkeys(manager.ready_obs, 1)))
             assert 0 not in got
-        open_up(gate)
+        (tmp_path / "gate").touch()
         while 0 not in (timesteps := manager.step(dict.fromkeys(manager.ready_obs, 1))):
             pass
         assert timesteps[0].observation[[0, 3]].tolist() == [1, 3]
 
 
-def test_asynchronous_waits_for_more_as_long_as_told(gate: Path) -> None:
+def test_asynchronous_waits_for_more_as_long_as_told(tmp_path: Path) -> None:
     """None: for all of them, however little is asked for."""
-    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1)]
+    fns = [partial(GateEnv, tmp_path), *counters(1)]
     with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=None) as manager:
         manager.step({0: 1, 1: 1})
-        with opened_meanwhile(gate):
+        with opened_meanwhile(tmp_path):
             assert set(manager.step({0: 3, 1: 3})) == {0, 1}
 
 
-def test_asynchronous_waits_for_no_more_than_it_was_given_actions(gate: Path) -> None:
+def test_asynchronous_waits_for_no_more_than_it_was_given_actions(tmp_path: Path) -> None:
     """So that the last of the fast ones does not wait for the slow one."""
-    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(2)]
+    fns = [partial(GateEnv, tmp_path), *counters(2)]
     with AsyncSubprocessEnvManager(fns, wait_num=2, step_wait_timeout=0.0) as manager:
         assert set(manager.step({0: 3, 1: 1, 2: 1})) == {1, 2}
         assert set(manager.step({1: 1})) == {1}
         assert set(manager.step({1: 1, 2: 1})) == {1, 2}
-        open_up(gate)
+        (tmp_path / "gate").touch()
         assert set(manager.step({})) == {0}
 
 
@@ -188,8 +192,8 @@ def test_synchronous_steps_exactly_the_ids_it_is_given() -> None:
         assert [observation[0] for observation in manager.ready_obs.values()] == [3, 2, 2, 3]
 
 
-def test_an_env_being_reset_keeps_no_other_from_going_on(manager_of: Any, gate: Path) -> None:
-    fns = [partial(GatedEnv, reset_gate=str(gate), horizon=1), *counters(1, horizon=None)]
+def test_an_env_being_reset_keeps_no_other_from_going_on(manager_of: Any, tmp_path: Path) -> None:
+    fns = [partial(GateEnv, tmp_path, in_reset=True, horizon=1), *counters(1, horizon=None)]
     with manager_of(fns) as manager:
         assert manager.step({0: 1, 1: 1})[0].done
         for step in range(1, 20):
@@ -198,18 +202,10 @@ def test_an_env_being_reset_keeps_no_other_from_going_on(manager_of: Any, gate: 
         assert manager.env_states[0] == EnvState.RESET
         with pytest.raises(ResetNeededError, match="env 0 is being reset"):
             manager.step({0: 1})
-        open_up(gate)
+        (tmp_path / "gate").touch()
         while 0 not in manager.ready_obs:
             manager.step({1: 1})
         assert manager.ready_obs[0][:2].tolist() == [0, 1]
-
-
-def test_ready_obs_waits_for_a_reset_when_nothing_else_is_ready(manager_of: Any, gate: Path) -> None:
-    with manager_of([partial(GatedEnv, reset_gate=str(gate), horizon=1)]) as manager:
-        manager.step({0: 1})
-        assert manager.ready_env == []
-        with opened_meanwhile(gate):
-            assert manager.ready_obs[0][:2].tolist() == [0, 1]
 
 
 # --- what envs raise ------------------------------------------------------------------------------
@@ -253,11 +249,11 @@ def test_attributes_and_methods_of_all_envs(manager_of: Any) -> None:
         assert manager.get_attr("render_mode") == ["rgb_array"] * 3
 
 
-def test_calls_wait_for_what_is_under_way(gate: Path) -> None:
-    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1)]
+def test_calls_wait_for_what_is_under_way(tmp_path: Path) -> None:
+    fns = [partial(GateEnv, tmp_path), *counters(1)]
     with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0) as manager:
         assert set(manager.step({0: 3, 1: 3})) == {1}
-        with opened_meanwhile(gate):
+        with opened_meanwhile(tmp_path):
             assert manager.get_attr("episode_step") == [1, 1]
         assert set(manager.step({})) == {0}  # nothing was lost
 
@@ -302,3 +298,72 @@ def test_without_copies_the_same_array_is_handed_out_twice(manager_of: Any) -> N
         before = timestep.observation.copy()
         manager.step({0: 2})
         assert (timestep.observation == before).all()  # yet never overwritten
+
+
+# --- workers that are lost, and the end ---------------------------------------------------------
+
+
+def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
+    """Env 0 cannot be built again until the other one has gone on for a while."""
+    fns = [partial(gated_from_the_second_time, tmp_path), partial(CounterEnv, horizon=None)]
+    options: Any = {"wait_num": 1, "step_wait_timeout": 0.0, "restart": RestartPolicy(snapshots=False)}
+    with AsyncSubprocessEnvManager(fns, **options) as manager:
+        kill_worker(manager, 0)
+        seen = dict(manager.step({0: 1, 1: 1}))
+        for _ in range(50):
+            assert 0 not in seen
+            assert list(manager.ready_obs) == [1]
+            seen = manager.step({1: 1})
+        with opened_meanwhile(tmp_path):  # that it is lost is noticed here at the latest
+            while 0 not in seen:
+                seen = manager.step(dict.fromkeys(manager.ready_obs, 1))
+        assert seen[0].observation[0] == 1
+        assert manager.statistics()[0].exact_recoveries == 1
+
+
+def test_an_episode_that_cannot_be_brought_back_is_not_counted(manager_of: Any) -> None:
+    options: Any = {"episode_num": 1, "restart": RestartPolicy(snapshots=False)}
+    with manager_of([partial(NondeterministicEnv, horizon=4)], **options) as manager:
+        manager.step({0: 1})
+        kill_worker(manager, 0)
+        assert manager.step({0: 1})[0].info["abnormal"]
+        steps = 0
+        while not manager.done:
+            steps += len(manager.step(dict.fromkeys(manager.ready_obs, 1)))
+        assert steps == 4
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [("launch", "thread"), ("launch", "signal handler"), ("step", "signal handler"), ("retry", "thread")],
+)
+def test_close_ends_what_a_manager_waits_for(manager_of: Any, what: str, how: str, tmp_path: Path) -> None:
+    """The building of an env, its step, or the pause between two tries of a reset: none would ever end."""
+    begun, errors = tmp_path / "begun", tmp_path / "errors"
+    if what == "retry":
+        failing = partial(FailingResetEnv, errors=str(errors), horizon=1)
+        manager = manager_of([failing], max_retry=3, retry_waiting_time=3600.0)
+    else:
+        moment: Any = "construct" if what == "launch" else what
+        manager = manager_of([partial(FaultyEnv, fault=Fault("hang", moment, once=begun))])
+    is_waiting = begun.exists if what != "retry" else lambda: errors.exists() and errors.read_text() == "twice"
+    trainer = threading.get_ident()
+    before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())
+
+    def close() -> None:
+        assert becomes_true(is_waiting, STUCK_AFTER)
+        manager.close() if how == "thread" else signal.pthread_kill(trainer, signal.SIGUSR1)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    try:
+        with pytest.raises(ClosedError):
+            manager.launch()
+            errors.write_text("once\ntwice")
+            manager.step(dict.fromkeys(range(manager.env_num), 1))
+            _ = manager.ready_obs
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert manager.closed
+    assert becomes_true(lambda: not [one for one in threading.enumerate() if one.name.startswith("multienv-manager")])

@@ -94,10 +94,9 @@ for env_fn in (Env, lambda: Env()):
 """
 
 
-@pytest.mark.parametrize("how", ["file", "stdin"])
-def test_class_that_travelled_is_the_one_that_is_unpickled_in_the_env(how: str, tmp_path: Path) -> None:
+def test_class_that_travelled_is_the_one_that_is_unpickled_in_the_env(tmp_path: Path) -> None:
     """Also in a process that replaces a lost one, and back in the trainer."""
-    assert succeeds(TRAVELS, tmp_path, how) == ["True True True"] * 4
+    assert succeeds(TRAVELS, tmp_path, "stdin") == ["True True True"] * 4
 
 
 IMPORTS = f"""
@@ -149,10 +148,9 @@ with SubprocessEnv(Env) as env:
     assert "module '__main__' has no attribute 'no_such_name'" in line
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_function_of_the_script_is_not_sent_to_a_pool_of_the_env(method: str, tmp_path: Path) -> None:
+def test_function_of_the_script_is_not_sent_to_a_pool_of_the_env(tmp_path: Path) -> None:
     """Its processes have another ``__main__``: they would end when they unpickle it, and be replaced for ever."""
-    script = f"""
+    script = """
 import multiprocessing
 
 def double(number):
@@ -160,7 +158,7 @@ def double(number):
 
 class PoolEnv(Env):
     def compute(self):
-        with multiprocessing.get_context("{method}").Pool(1) as pool:
+        with multiprocessing.get_context("forkserver").Pool(1) as pool:
             return pool.map(double, [1])
 
 with SubprocessEnv(PoolEnv) as env:

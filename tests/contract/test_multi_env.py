@@ -12,7 +12,7 @@ from contract_envs import CallableAttributes
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit, TransformReward
 
-from kit import CounterEnv, Fault, FaultyEnv, first_difference, kill_worker
+from kit import CounterEnv, first_difference, kill_worker
 from multienv import MultiEnv, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.asking.fanout import FanOut
 from multienv.errors import (
@@ -85,18 +85,6 @@ def test_a_masked_reset_leaves_the_others_alone():
 
 
 # --- failures -----------------------------------------------------------------------------------
-
-
-def test_several_failures_at_once_are_all_told():
-    raising, other = (partial(FaultyEnv, fault=Fault(manner, "step")) for manner in ("raise", "custom_exception"))
-    with MultiEnv([SubprocessEnv(env_fn) for env_fn in (raising, CounterEnv, other)]) as m:
-        m.reset(seed=0)
-        with pytest.raises(EnvsFailedError) as caught:
-            m.step([1] * 3)
-        assert list(caught.value.failures) == [0, 2]
-        assert type(caught.value) is EnvsFailedError
-        assert caught.value.results[1][0][0] == 1
-        assert [one[0] for one in m.step([1] * 3)[0]] == [0, 2, 0], "those that raised begin a new episode"
 
 
 def test_a_bad_action_is_its_envs_alone():
@@ -187,13 +175,3 @@ def test_calls_and_attributes_reach_every_env_and_its_wrappers():
         with pytest.raises(EnvsFailedError, match="nothing") as caught:
             m.get_attr("nothing")
         assert [isinstance(error, AttributeError) for error in caught.value.failures.values()] == [True, True]
-
-
-def test_closing_closes_envs_of_every_kind_one_of_them_lost():
-    envs = of_every_kind()
-    m = MultiEnv(envs)
-    m.reset(seed=0)
-    kill_worker(envs[0])
-    for _ in range(2):
-        m.close()
-    assert envs[3].statistics().state == "closed"

@@ -42,8 +42,7 @@ def bare(mode: AutoresetMode) -> Any:
     return closing(SyncVectorEnv([partial(task_env, index) for index in range(2)], autoreset_mode=mode))
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-@pytest.mark.parametrize("envs_per_worker", [1, 2])
+@pytest.mark.parametrize(("mode", "envs_per_worker"), [(AutoresetMode.NEXT_STEP, 2), (AutoresetMode.SAME_STEP, 1)])
 def test_episodes_of_a_batch_are_the_same_whatever_processes_are_lost(
     mode: Any, envs_per_worker: int, way: str
 ) -> None:

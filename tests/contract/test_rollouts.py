@@ -169,23 +169,6 @@ def _ones(most: int, observations: Any) -> Any:
 # --- what it is to the rest ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("face", [SubprocessEnv, partial(SubprocessVectorEnv, envs_per_worker=1)])
-def test_a_process_is_replaced_by_plan_between_two_rollouts_without_a_trace(face: Any) -> None:
-    restart = RestartPolicy(recycle_after_steps=30)
-    one, env_fn = face is SubprocessEnv, partial(CounterEnv, count_episodes=False)
-    with (
-        face(env_fn if one else [env_fn], restart=restart) as env,
-        SerialEnv(env_fn) if one else SerialVectorEnv([env_fn]) as twin,
-    ):
-        for each in (env, twin):
-            each.initialize() if one else None
-            each.reset(seed=8)
-        for _ in range(12):
-            expect_same(vars(env.rollout(constant, 13)), vars(twin.rollout(constant, 13)))
-        told = env.statistics() if one else env.statistics()[0]
-        assert told.recycled >= 3
-
-
 def test_a_worker_that_makes_rollouts_alone_takes_snapshots_and_forgets_what_is_far_back() -> None:
     restart = RestartPolicy(snapshot_every=16, journal_limit=4000)
     with SubprocessVectorEnv([CounterEnv] * 2, envs_per_worker=2, restart=restart) as envs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ import pytest
 from contract_envs import TableEnv
 
 from kit import kill_worker, no_leaks
+from kit.makers import manager, multi_env, one_each
 from multienv import (
-    MultiEnv,
     RestartPolicy,
     SubprocessEnv,
     SubprocessVectorEnv,
-    SyncSubprocessEnvManager,
-    create_subprocess_envs,
 )
 from multienv.cli.env_functions import env_functions
 from multienv.errors import UsageError
@@ -39,21 +36,7 @@ def shared_files() -> dict[int, int]:
     return found
 
 
-def vector_env(env_fns: Sequence[Callable[[], Any]], **options: Any) -> Any:
-    return SubprocessVectorEnv(env_fns, envs_per_worker=1, **options)
-
-
-def multi_env(env_fns: Sequence[Callable[[], Any]], **options: Any) -> Any:
-    return MultiEnv(create_subprocess_envs(env_fns, **options))
-
-
-def manager(env_fns: Sequence[Callable[[], Any]], **options: Any) -> Any:
-    manager = SyncSubprocessEnvManager(env_fns, **options)
-    manager.launch()
-    return manager
-
-
-@pytest.mark.parametrize("make", [vector_env, multi_env, manager])
+@pytest.mark.parametrize("make", [one_each, multi_env, manager])
 def test_arrays_lie_in_memory_once_for_all_workers(make: Any) -> None:
     table = TABLE.copy()
     with no_leaks():
@@ -67,7 +50,7 @@ def test_arrays_lie_in_memory_once_for_all_workers(make: Any) -> None:
 
 def test_each_env_has_its_own_and_what_it_shares() -> None:
     own = [np.full(100_000, index, np.float64) for index in range(3)]
-    with vector_env([lambda mine=mine: TableEnv(mine, TABLE) for mine in own]) as envs:
+    with one_each([lambda mine=mine: TableEnv(mine, TABLE) for mine in own]) as envs:
         assert [sums[0] for sums in envs.call("sums")] == [100_000 * index for index in range(3)]
         assert [sums[1] for sums in envs.call("sums")] == [float(np.sum(TABLE))] * 3
         (size,) = shared_files().values()
@@ -80,7 +63,7 @@ def test_a_replacement_is_built_from_it_and_nothing_shows_what_another_env_has_w
     context: str, snapshots: bool
 ) -> None:
     restart = RestartPolicy(snapshots=snapshots, snapshot_every=2 if snapshots else None)
-    with vector_env([lambda: TableEnv(TABLE)] * 2, context=context, restart=restart) as envs:
+    with one_each([lambda: TableEnv(TABLE)] * 2, context=context, restart=restart) as envs:
         start = envs.reset(seed=0)[0][:, 0]
         assert list(start) == [TABLE[0]] * 2
         for _ in range(5):
@@ -125,7 +108,7 @@ def test_equal_arrays_are_in_memory_once_and_yet_not_the_same(envs_per_worker: i
 def test_a_large_pickle_without_arrays_is_kept_once() -> None:
     words = [f"{index}" for index in range(100_000)]
     with no_leaks():
-        envs = vector_env([lambda: TableEnv(words)] * 3)
+        envs = one_each([lambda: TableEnv(words)] * 3)
         (size,) = shared_files().values()
         assert size < 2**21
         envs.close()
@@ -133,7 +116,7 @@ def test_a_large_pickle_without_arrays_is_kept_once() -> None:
 
 def test_what_is_small_is_in_no_file() -> None:
     some = TABLE[:10].copy()
-    with vector_env([lambda: TableEnv(some)] * 2):
+    with one_each([lambda: TableEnv(some)] * 2):
         assert not shared_files()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from contract_envs import DictEnv, MisshapenEnv
 from gymnasium import spaces
 
 from kit import CounterEnv, SpaceEnv, TokenSpace, digest_value
-from kit.gates import GatedEnv
+from kit.gates import GateEnv
 from multienv import StackedSubprocessEnvManager
 from multienv.errors import EnvError, UsageError
 from multienv.managers.config import EnvState
@@ -29,14 +28,12 @@ def test_each_env_gets_its_own_action() -> None:
 
 
 def test_an_env_that_becomes_ready_in_between_does_not_shift_the_batch(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    fns = [partial(GatedEnv, reset_gate=str(gate), horizon=1), *[partial(CounterEnv, horizon=None)] * 2]
+    fns = [partial(GateEnv, tmp_path, in_reset=True, horizon=1), *[partial(CounterEnv, horizon=None)] * 2]
     with StackedSubprocessEnvManager(fns) as manager:
         assert manager.ready_obs.shape == (3, 4)
         manager.step([1, 1, 1])
         assert manager.ready_obs[:, 0].tolist() == [1, 1]  # env 0 is being reset
-        gate.write_bytes(b"")
+        (tmp_path / "gate").touch()
         while manager.env_states[0] != 2:
             assert manager.ready_info  # looks, and finds env 0 ready
         assert manager.ready_obs_id == [1, 2]

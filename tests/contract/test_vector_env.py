@@ -58,16 +58,6 @@ def test_every_registered_env_equals_gymnasiums(name, mode):
         assert run_side_by_side(*pair, 20) >= 3
 
 
-@pytest.mark.parametrize(
-    ("face", "mode"),
-    [*((SubprocessVectorEnv, mode) for mode in AutoresetMode), (SerialVectorEnv, AutoresetMode.SAME_STEP)],
-)
-def test_both_faces_in_uneven_groups(face, mode):
-    own = {"envs_per_worker": 3} if face is SubprocessVectorEnv else {}
-    with beside_gymnasium(face, env_fns_of("Blackjack-v1", 7), own, autoreset_mode=mode) as pair:
-        assert run_side_by_side(*pair, 40) >= 7
-
-
 @both_faces
 @pytest.mark.parametrize(("mode", "kind"), [*zip(AutoresetMode, (list, np.array, np.uint64), strict=True)])
 def test_discrete_actions_out_of_range_reach_the_envs(face, mode, kind):

@@ -24,9 +24,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
+from kit import (
+    CounterEnv,
+    FarewellEnv,
+    Fault,
+    FaultyEnv,
+    NondeterministicEnv,
+    first_difference,
+    kill_worker,
+    monitor_pid,
+)
 from kit.ctrl_c import is_waiting
 from kit.interruption import EVENTS_AND_LOCKS, Ledger, disarm, every_place
+from kit.process_table import alive
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import (
     AsyncEnv,
@@ -54,10 +64,6 @@ ENDLESS = partial(CounterEnv, horizon=None)
 UNREPEATABLE = partial(NondeterministicEnv, horizon=None)
 NO_SNAPSHOTS = RestartPolicy(snapshots=False)
 STEP = np.int64(1)
-
-
-def kill(env: SubprocessEnv) -> None:
-    os.kill(env.statistics().pid or 0, signal.SIGKILL)
 
 
 # --- descriptors and processes --------------------------------------------------------------------------
@@ -115,7 +121,7 @@ def test_reset_interrupted_at_every_place_writes_nothing_to_descriptors_that_are
         with SubprocessEnv(UNREPEATABLE, restart=NO_SNAPSHOTS) as env:
             env.reset(seed=0)
             env.step(STEP)
-            kill(env)
+            kill_worker(env)
             with interruption:
                 env.reset(seed=3)
             fired += interruption.fired
@@ -131,9 +137,6 @@ def test_reset_interrupted_at_every_place_writes_nothing_to_descriptors_that_are
 
 def test_snapshot_of_a_call_interrupted_at_every_place_is_freed() -> None:
     """With the next call of snapshot(), or with the env at the latest."""
-
-    def alive() -> set[int]:
-        return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
 
     others = alive()  # a forkserver of multiprocessing that gymnasium has started, for instance
     fired = 0
@@ -179,9 +182,6 @@ def ctrl_c_in_finalizers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]
 def test_snapshot_that_is_dropped_when_ctrl_c_comes_is_freed_and_ctrl_c_is_not_swallowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def alive() -> set[int]:
-        return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
-
     with SubprocessEnv(ENDLESS), SubprocessEnv(ENDLESS, restart=NO_SNAPSHOTS) as env:
         env.reset(seed=1)
         before = alive()
@@ -236,7 +236,7 @@ def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.Monk
 
     with SubprocessEnv(ENDLESS) as env:
         env.reset(seed=0)
-        kill(env)
+        kill_worker(env)
         with monkeypatch.context() as patch, pytest.raises(Tick):
             patch.setattr(Healing, "recover", broken_off)
             env.snapshot()
@@ -256,7 +256,7 @@ def test_loss_that_is_interrupted_before_its_error_is_raised_brings_no_earlier_a
     with SubprocessEnv(ENDLESS, restart=RestartPolicy(on_crash="raise")) as env:
         env.reset(seed=0)
         env.step(STEP)
-        kill(env)
+        kill_worker(env)
         with monkeypatch.context() as patch, pytest.raises(Tick):
             patch.setattr(Supervisor, "_drop_lost", broken_off)
             env.step(STEP)
@@ -302,40 +302,12 @@ def test_time_limit_that_a_handler_raises_as_a_timeout_error_is_never_swallowed(
 # --- what is recorded -----------------------------------------------------------------------------------
 
 
-def test_step_taken_once_more_after_an_interruption_is_replayed_once() -> None:
-    """It ends the episode: the interruption may come when it is recorded already, and not yet handed over."""
-    fired = 0
-    with SubprocessEnv(partial(CounterEnv, horizon=2), restart=NO_SNAPSHOTS) as env:
-        for interruption in every_place(stride=3):
-            env.reset(seed=0)
-            env.step(STEP)
-            with interruption:
-                env.step(STEP)
-            fired += interruption.fired
-            if interruption.fired:
-                assert env.step(STEP)[0][0] == 2, interruption.where
-            env.reset()
-            kill(env)
-            observation, _, _, truncated, _ = env.step(STEP)
-            assert (int(observation[0]), truncated) == (1, False), interruption.where
-        statistics = env.statistics()
-        assert statistics.exact_recoveries == statistics.losses > fired
-    assert fired > 5
-
-
-class RaisingEnv(CounterEnv):
-    """Raises when it is given the action 0."""
-
-    def step(self, action: Any) -> Any:
-        if action == 0:
-            raise ValueError("nought")
-        return super().step(action)
-
-
 def test_step_of_which_one_env_has_made_an_error_is_told_after_an_interruption_at_every_place() -> None:
     """The next step raises the error, with what the other envs returned; or the interrupted one was never sent."""
     culprit, fired = 1, 0
-    envs = SubprocessVectorEnv([partial(RaisingEnv, horizon=None)] * 4, envs_per_worker=2)
+    envs = SubprocessVectorEnv(
+        [partial(FaultyEnv, fault=Fault("raise", "step", action=0, per="episode"), horizon=None)] * 4, envs_per_worker=2
+    )
     with contextlib.closing(envs):
         for interruption in every_place(stride=11):
             envs.reset(seed=0)
@@ -505,22 +477,16 @@ def test_building_of_several_envs_that_was_interrupted_is_ended_however_long_it_
         env.close()
 
 
-class ClosingEnv(CounterEnv):
-    is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def test_close_of_several_envs_interrupted_at_every_place_is_completed_by_the_next() -> None:
+def test_close_of_several_envs_interrupted_at_every_place_is_completed_by_the_next(tmp_path: Path) -> None:
     fired = 0
     for interruption in every_place():
-        envs = MultiEnv([ClosingEnv(), ClosingEnv()])
+        left = [tmp_path / f"{interruption.place} {index}" for index in range(2)]
+        envs = MultiEnv([FarewellEnv(left=one) for one in left])
         with interruption:
             envs.close()
         fired += interruption.fired
         envs.close()
-        assert [env.is_closed for env in envs.envs] == [True, True], interruption.where  # type: ignore[attr-defined]
+        assert all(map(Path.exists, left)), interruption.where
         with pytest.raises(ClosedError):
             envs.step([1, 1])
     assert fired > 5

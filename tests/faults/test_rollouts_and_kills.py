@@ -9,8 +9,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, first_difference
-from kit.policies import Linear, constant, telling
+from kit import CounterEnv, SlowEnv, first_difference
+from kit.policies import Linear, constant
 from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer
 
@@ -107,33 +107,3 @@ def test_a_replay_begins_at_a_reset_inside_a_fragment(is_batch: bool) -> None:
         told = env.statistics()[0] if is_batch else env.statistics()
         assert (told.replayed_recoveries, told.truncated_recoveries) == (1, 0)
         assert 0 < told.replayed_steps < 200
-
-
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
-def test_an_env_that_ends_every_process_sits_the_fragment_out(mode: str) -> None:
-    """It crashes in each of its episodes: its neighbour goes on, and each of its own steps says that it is none."""
-    env_fns = [CounterEnv, partial(FaultyEnv, fault=Fault("segv", "step", at=4, per="episode"))]
-    with (
-        SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=POLICIES["journal"], autoreset_mode=mode) as envs,
-        SerialVectorEnv([CounterEnv] * 2, autoreset_mode=mode) as twin,
-    ):
-        for one in (envs, twin):
-            one.reset(seed=4)
-        fragment, expected = envs.rollout(telling, 12), twin.rollout(telling, 12)
-        assert fragment.observations[:, 0].tobytes() == expected.observations[:, 0].tobytes()
-        assert fragment.extras["given"].tobytes() == fragment.observations.tobytes()
-        assert fragment.truncations[:, 1].all()
-        assert not fragment.rewards[:, 1].any()
-        for step in range(12):
-            told = fragment.infos[step].get("final_info", fragment.infos[step])
-            assert "SIGSEGV" in told["multienv"]["reason"][1]
-        fragment = envs.rollout(constant, 3)  # short enough for its next episode
-        assert not fragment.truncations[:, 1].any()
-    with SubprocessEnv(env_fns[1], restart=POLICIES["journal"]) as env:
-        last, _ = env.reset(seed=4)
-        fragment = env.rollout(telling, 12)
-        assert fragment.truncations.all()
-        assert fragment.extras["given"].tobytes() == fragment.observations.tobytes() == 12 * last.tobytes()
-        assert all("SIGSEGV" in fragment.infos[step]["multienv"]["reason"] for step in range(12))
-        env.reset()
-        assert not env.rollout(constant, 3).truncations.any()

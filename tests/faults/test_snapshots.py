@@ -16,6 +16,7 @@ from fault_envs import Alarmed, ForkShyEnv, Obstructed, filling
 
 from invariants.faces import Face, assert_as_without_losses, counts
 from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, kill_worker, monitor_pid
+from kit.process_table import alive
 from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
@@ -63,23 +64,6 @@ def steps(env: Any, count: int) -> list[Any]:
 
 
 # --- of the worker's own ---------------------------------------------------------------------------------
-
-
-def test_a_woken_snapshot_leaves_another_one_in_its_place_at_once() -> None:
-    rungs = Rungs()
-    with SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshot_every=1000), hooks=[rungs]) as env:
-        env.reset(seed=0)
-        seen = steps(env, 1100)  # one in 64 is looked at
-        pids = set()
-        for _ in range(5):
-            settled(env)
-            pids.add(pid_of(env))
-            kill_worker(env)
-            seen += steps(env, 1)
-        assert [int(one[0][0]) for one in seen] == list(range(1, 1106))
-        assert len(pids) == 5
-    assert rungs.seen == ["snapshot"] * 5
-    assert [one.loss.exit_code for one in rungs.recoveries] == [-9] * 5
 
 
 def test_handlers_and_timers_are_what_they_were() -> None:
@@ -131,8 +115,9 @@ def test_an_env_that_a_snapshot_does_not_recover_costs_the_others_of_its_process
 # --- when there is none ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("restart", [RestartPolicy(), OFTEN, RestartPolicy(snapshots=False)], ids=str)
-@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize(
+    ("envs", "restart"), [(3, RestartPolicy()), (1, OFTEN), (3, RestartPolicy(snapshots=False))], ids=str
+)
 def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_past(
     envs: int, restart: RestartPolicy
 ) -> None:
@@ -205,10 +190,6 @@ def test_a_snapshot_from_before_the_first_reset_is_restored() -> None:
         env.step(1)
         env.restore(kept)
         np.testing.assert_array_equal(env.reset(seed=3)[0], first)
-
-
-def alive() -> set[int]:
-    return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
 
 
 def test_they_are_freed() -> None:

@@ -17,8 +17,6 @@ from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import WorkerHungError
 
-# More than a pipe holds.
-
 
 def run(function: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     code = f"import sys, test_stderr; test_stderr.{function}(*sys.argv[1:])"

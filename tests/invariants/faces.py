@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kit import Transition, assert_same_trajectory, is_alive, rollout
+from kit.side_by_side import info_of
 from multienv import AsyncEnv, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.testing import worker_pids
 
@@ -161,24 +162,13 @@ class Face:
         self.envs.close()
 
     def _split(self, infos: dict[str, Any]) -> list[dict[str, Any]]:
-        return [
-            {key: row_of(value, i) for key, value in infos.items() if key[0] != "_" and infos[f"_{key}"][i]}
-            for i in range(self.num_envs)
-        ]
+        return [info_of(infos, index) for index in range(self.num_envs)]
 
     def __enter__(self) -> Face:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def row_of(value: Any, index: int) -> Any:
-    """Return an env's part of a merged info."""
-    if isinstance(value, dict):
-        return {key: row_of(one, index) for key, one in value.items() if key[0] != "_" and value[f"_{key}"][index]}
-    one = value[index]
-    return one.item() if isinstance(one, np.generic) else one
 
 
 def transition(row: Sequence[Any], action: Any) -> Transition:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 import random
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import gymnasium
-import numpy as np
 
-from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, NondeterministicEnv, own_name
+from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, MemoryEnv, own_name
 
 
 class DrawingEnv(CounterEnv):
@@ -38,22 +36,6 @@ def pong() -> Any:
 
     gymnasium.register_envs(ale_py)
     return gymnasium.make("ALE/Pong-v5")
-
-
-class MemoryEnv(CounterEnv):
-    """Counts all its steps, which a reset does not end; from some step on what it draws depends on the count."""
-
-    def __init__(self, shows_after: float = math.inf, horizon: int = 5) -> None:
-        super().__init__(horizon=horizon, count_episodes=False)
-        self.shows_after, self.steps_ever = shows_after, 0
-
-    def step(self, action: Any) -> Any:
-        self.steps_ever += 1
-        return super().step(action)
-
-    def _next_draw(self) -> float:
-        shown = 0.001 * self.steps_ever if self.steps_ever >= self.shows_after else 0.0
-        return super()._next_draw() + shown
 
 
 def with_thread(shows_after: float) -> MemoryEnv:
@@ -77,24 +59,6 @@ class CountsResets(CounterEnv):
     def step(self, action: Any) -> Any:
         observation, reward, ended, *rest = super().step(action)
         return (observation, float(self.resets) if ended else reward, ended, *rest)
-
-
-class DelayedByPipe(MemoryEnv):
-    """Keeps its last observations in a pipe."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends = os.pipe()
-        os.write(self.ends[1], bytes(3))
-
-    def step(self, action: Any) -> Any:
-        os.write(self.ends[1], bytes([int(action)]))
-        observation, _, *rest = super().step(action)
-        return (observation, float(os.read(self.ends[0], 1)[0]), *rest)
-
-    def close(self) -> None:
-        for end in self.ends:
-            os.close(end)
 
 
 class EchoEnv(CounterEnv):
@@ -162,19 +126,6 @@ class HangsInLongReplays(CounterEnv):
         if self.left < 0:
             time.sleep(3600)
         return super().step(action)
-
-
-class HangsWhenToldAgain(CounterEnv):
-    """Its method hangs in each process but the first one."""
-
-    def __init__(self, marker: Path) -> None:
-        super().__init__(horizon=5)
-        self.is_first = not marker.exists()
-        marker.touch()
-
-    def tell(self) -> None:
-        while not self.is_first:
-            time.sleep(1)
 
 
 class Leaking(CounterEnv):
@@ -251,13 +202,6 @@ class EngineEnv(ForkingEnv):
                 file.truncate(mmap.PAGESIZE)
                 self.maps.append(mmap.mmap(file.fileno(), mmap.PAGESIZE))
         super().__init__(how="fork")
-
-
-class WideEnv(NondeterministicEnv):
-    """Observes float64 where its space says float32: of a single env that travels as a payload."""
-
-    def _observe(self) -> Any:
-        return super()._observe().astype(np.float64)
 
 
 class HiddenGoalEnv(CounterEnv):

@@ -1,77 +1,26 @@
 """Invariant 2: a run whose workers are killed at any moments is, to the bit, the run without kills.
 
-Observations, rewards, flags, infos, what calls return, and what the env draws from its generator afterwards.
+Observations, rewards, flags, infos, what calls return, and what the env draws from its generator afterwards. At random
+moments: ``test_nemesis.py``.
 """
 
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
 from faces import AND_ASYNC, Face, assert_as_without_losses, counts
-from invariant_envs import DrawingEnv, pong
+from invariant_envs import pong
 
 from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, first_difference
 from kit.replays import prefer_resets
-from multienv import Deadlines, Recovery, RestartPolicy
-from multienv.testing import Killer
+from multienv import Deadlines, RestartPolicy
 
 POLICIES = {"snapshot": RestartPolicy(snapshot_every=4, backoff=0.0), "journal": RestartPolicy(snapshots=False)}
-
-
-def run_program(face: Face, seed: int, goes_on: Callable[[int], bool]) -> list[Any]:
-    """Step, reset, call and set as the seed says; return all that was seen, and a draw from each env at the end."""
-    dice = random.Random(seed)
-    rows = face.reset(seed)
-    said: list[Any] = [[astuple(row) for row in rows]]
-    while goes_on(len(said)):
-        what = dice.choices(["step", "reset", "draw", "set"], [30, 1, 4, 2])[0]
-        actions, number = [np.int64(dice.randrange(4)) for _ in range(face.num_envs)], dice.randrange(1000)
-        ended = [row.ended for row in rows]
-        if any(ended):
-            begun = face.reset(mask=ended)
-            rows = [new if is_new else old for new, old, is_new in zip(begun, rows, ended, strict=True)]
-        elif what == "step":
-            rows = face.step(actions)
-        elif what == "reset":
-            rows = face.reset(number)
-        elif what == "set":
-            face.set_attr("offset", number / 8)
-        drawn = face.call("draw", number * 100) if what == "draw" else []
-        said.append([drawn, *map(astuple, rows)])
-    return [*said, face.call("draw", 3)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "rung"),
-    [
-        ("subprocess_env", "journal"),
-        ("multi_env", "snapshot"),
-        ("vector_env", "journal"),
-        ("async_env", "snapshot"),
-    ],
-)
-def test_a_program_with_kills_at_random_moments_is_the_program_without(kind: str, rung: str) -> None:
-    env_fns = [partial(DrawingEnv, horizon=9)] * 3
-    events: list[Any] = []
-    with Face(kind, env_fns, restart=POLICIES[rung], hooks=[events.append]) as face:
-        # Fewer kills than an innocent request is allowed to meet, so that nothing excuses a truncation.
-        with Killer(face.envs, interval=(0.01, 0.05), kills=5, seed=3) as killer:
-            seen = run_program(face, 6, lambda done: killer.delivered < 5)
-        recoveries = [event for event in events if isinstance(event, Recovery)]
-        assert {event.outcome for event in recoveries} == {"exact"}
-        quiet = gymnasium.vector.SyncVectorEnv(env_fns[: face.num_envs], autoreset_mode="Disabled")
-        expected = run_program(Face.around("vector_env", quiet, face.num_envs), 6, lambda done: done < len(seen) - 1)
-        quiet.close()
-    assert first_difference(seen, expected) is None
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,8 @@ from kit import kill_worker
 from multienv import Recovery, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.recovery.verification import same
 
-# What an env returns to show a number between 0 and 1, and the space that it says it has.
-
 pytestmark = pytest.mark.usefixtures("monitor_stays")
-IN_ROWS = ("a dict in another order", "float64 in a float32 Box", "a small float64", "one pixel", "one of many pixels",
-           "a tuple of a number and an array", "a list", "text", "a sequence")  # fmt: skip
+IN_ROWS = ("a dict in another order", "float64 in a float32 Box", "one pixel", "one of many pixels")
 
 
 # By a replay alone, and by a snapshot that stands some steps before the death.
@@ -123,7 +120,7 @@ def test_observation_that_ended_an_episode_is_compared_though_the_next_one_began
 @pytest.mark.parametrize("chance", ["", "reset"])
 def test_a_vector_reward_is_compared(chance: str) -> None:
     events: list[Any] = []
-    env_fn = partial(VectorRewards, "a small float64", chance)
+    env_fn = partial(VectorRewards, "float64 in a float32 Box", chance)
     with SubprocessEnv(env_fn, restart=RestartPolicy(snapshots=False), hooks=[events.append]) as env:
         env.reset(seed=1)
         for _ in range(3):

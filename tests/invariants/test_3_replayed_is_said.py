@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from faces import Face, counts
-from invariant_envs import CountsResets, DelayedByPipe, MemoryEnv, with_thread
+from invariant_envs import CountsResets, with_thread
 
-from kit import CounterEnv, kill_worker
+from kit import CounterEnv, MemoryEnv, kill_worker
 from kit.monitor import monitor_pid
 from kit.replays import prefer_resets
 from multienv import (
@@ -203,13 +203,6 @@ def test_replay_from_the_construction_that_has_forgotten_an_attribute_set_there_
         play.env.call("poke", 0.0)
     play.walk(16, kills=[37]).close()
     assert play.outcomes() == ["replayed"]
-
-
-def test_env_that_keeps_something_in_a_pipe_is_not_forked() -> None:
-    play = Play(DelayedByPipe, restart=RestartPolicy(snapshot_every=5, backoff=0.0)).walk(60, kills=[33, 47])
-    assert play.env.statistics().no_snapshots == "pipes"
-    play.close().twin.close()
-    assert (play.outcomes(), play.differs) == (["exact"] * 2, None)
 
 
 @pytest.mark.parametrize("accept", ["replayed", "exact"])

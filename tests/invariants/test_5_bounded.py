@@ -22,7 +22,7 @@ from invariant_envs import MarksTheSecondLife, WaitsForTheSecondLife, hangs_in_i
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, is_alive, monitor_pid
 from kit.gates import gated_from_the_second_time
 from kit.trainer_process import becomes_true
-from multienv import Deadlines, SyncSubprocessEnvManager
+from multienv import Deadlines
 from multienv.errors import ClosedError, WaitTimeout, WorkerHungError
 from multienv.recovery import recoverer
 
@@ -103,25 +103,13 @@ def test_each_env_of_a_process_has_the_whole_deadline_for_itself() -> None:
     assert (events[0].env_index, events[0].deadline) == (2, 0.6)
 
 
-@pytest.mark.parametrize("kind", ["vector_env", "async_env"])
-def test_an_env_that_hangs_while_it_is_built_is_given_up(kind: str) -> None:
+def test_an_env_that_hangs_while_it_is_built_is_given_up() -> None:
     with (
-        Face(kind, [CounterEnv]),  # so that the monitor is there: its launch is not what is measured
+        Face("vector_env", [CounterEnv]),  # so that the monitor is there: its launch is not what is measured
         within(2 * 0.5),  # two processes: the first may have been unlucky
         pytest.raises(WorkerHungError),
     ):
-        Face(kind, [hanging("construct"), hanging("construct")], deadlines=Deadlines(start=0.5))
-
-
-@pytest.mark.parametrize("kind", ["vector_env", "async_env"])
-def test_a_step_that_hangs_in_every_process_is_truncated_in_the_time_of_two(kind: str) -> None:
-    with Face(kind, [hanging("step", action=3), CounterEnv], deadlines=Deadlines(step=0.5), restart=REPLAY) as face:
-        face.reset(0)
-        with within(2 * (0.5 + GRACE) - GRACE, at_least=1.0):
-            (row, *_) = face.step([3, 1])
-        assert face.losses() == 2
-        assert row.truncated
-        assert "deadline of 0.5 s" in row.recovery["reason"]
+        Face("vector_env", [hanging("construct"), hanging("construct")], deadlines=Deadlines(start=0.5))
 
 
 def test_the_process_that_is_asked_again_after_a_hang_has_the_whole_deadline(marker: str) -> None:
@@ -133,12 +121,11 @@ def test_the_process_that_is_asked_again_after_a_hang_has_the_whole_deadline(mar
         assert face.losses() == 1
 
 
-@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
-def test_a_recovery_that_hangs_ends_in_a_truncation(kind: str, tmp_path: Path) -> None:
+def test_a_recovery_that_hangs_ends_in_a_truncation(tmp_path: Path) -> None:
     """The second process is never built: only the deadline of the recovery ends that."""
     env_fn = FailsNthTime(env_fn=CounterEnv, counter=tmp_path / "built", nth=range(2, 9), manner="hang_c")
     limits = Deadlines(recovery=0.5, start=None, close=0.5)
-    with Face(kind, [env_fn], deadlines=limits, restart=REPLAY) as face:
+    with Face("vector_env", [env_fn], deadlines=limits, restart=REPLAY) as face:
         face.reset(0)
         face.step([1])
         face.signal()
@@ -250,20 +237,13 @@ def test_close_is_bounded_with_envs_that_hang(kind: str, monitor: str) -> None:
         face.reset()
 
 
-@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
-def test_a_deadline_holds_though_the_monitor_is_stopped(kind: str) -> None:
-    with Face(kind, [hanging("step", action=3), CounterEnv], deadlines=Deadlines(step=0.5), restart=RAISE) as face:
+def test_a_deadline_holds_though_the_monitor_is_stopped() -> None:
+    with Face(
+        "vector_env", [hanging("step", action=3), CounterEnv], deadlines=Deadlines(step=0.5), restart=RAISE
+    ) as face:
         face.reset(0)
         os.kill(monitor_pid(), signal.SIGSTOP)
         with within(0.5, at_least=0.5), pytest.raises(WorkerHungError):
             face.step([3, 1])
         with within(5.0):
             assert face.reset(0)[0].observation[0] == 0
-
-
-def test_the_timeouts_of_a_manager_hold() -> None:
-    with SyncSubprocessEnvManager([hanging("step", at=2), CounterEnv], restart=RAISE, step_timeout=0.5) as manager:
-        manager.step({0: 1, 1: 1})
-        with within(0.5, at_least=0.5), pytest.raises(WorkerHungError) as caught:
-            manager.step({0: 1, 1: 1})
-        assert caught.value.results[1].obs[0] == 2  # type: ignore[attr-defined]

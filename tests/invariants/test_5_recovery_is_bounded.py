@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -14,7 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from invariant_envs import HangsInLongReplays, HangsWhenToldAgain, Leaking
+from invariant_envs import HangsInLongReplays, Leaking
 
 from kit import CounterEnv, NondeterministicEnv, SlowEnv, kill_worker
 from kit.replays import prefer_resets
@@ -150,18 +151,6 @@ def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monke
     assert recovery.replayed <= 2 * 6
 
 
-def test_calls_that_cannot_be_repeated_end_the_episode_and_the_next_one_begins_without_them(tmp_path: Path) -> None:
-    env_fn = partial(HangsWhenToldAgain, tmp_path / "marker")
-    with SubprocessEnv(env_fn, restart=RestartPolicy(snapshots=False), deadlines=Deadlines(recovery=2.5)) as env:
-        env.reset(seed=1)
-        env.call("tell")
-        env.step(1)
-        kill_worker(env)
-        assert env.step(1)[3]
-        assert env.reset(seed=2)[0][0] == 0
-        assert not env.step(1)[3]
-
-
 def test_large_requests_leave_a_start_in_the_journal() -> None:
     """By the time of the env alone one would be told of after many megabytes, more than the journal takes."""
     options = {"large": bytes(2**20)}
@@ -214,3 +203,17 @@ def test_an_env_that_no_replay_matches_costs_its_neighbours_nothing_in_their_fir
         (worker,) = envs._workers
         assert [history.is_whole for history in worker.position.journal.histories] == [False, True, True]
     twin.close()
+
+
+def test_think_time_does_not_shorten_the_journal() -> None:
+    """An env of microseconds, a learner that takes its time between sending and receiving."""
+    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(replay_limit=1.0)) as env:
+        env.reset(seed=0)
+        for t in range(1100):
+            env.step_async(1)
+            if t % 64 > 60 or t % 64 < 3:
+                time.sleep(0.005)  # the learner
+            env.step_wait()
+        kill_worker(env)
+        assert env.step(1)[0][0] == 1101
+        assert env.statistics().exact_recoveries == 1

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from faces import REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
 
-from kit import CounterEnv, Fault, FaultError, FaultyEnv, Transition, assert_same_trajectory, rollout
-from multienv import Deadlines, RestartPolicy, SyncSubprocessEnvManager
+from kit import CounterEnv, Fault, FaultError, FaultyEnv, Transition
+from multienv import Deadlines
 from multienv.errors import EnvsFailedError, ResultNotPicklableError, WorkerLostError
 
 KINDS = ["multi_env", "vector_env"]
@@ -94,39 +94,3 @@ def test_calls_and_resets_that_fail_in_one_env_leave_the_others_be(kind: str) ->
             bare.offset = 2.0
             seen = caught.value.results[env]
             assert (seen[0] if kind == "multi_env" else seen).tolist() == bare.reset(seed=9 + env)[0].tolist()
-
-
-@pytest.mark.parametrize("manner", ["raise", "segv"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_env_that_cannot_be_built_is_named_alone(kind: str, manner: Any) -> None:
-    with pytest.raises(EnvsFailedError) as caught:
-        Face(kind, three(Fault(manner, "construct")))
-    failure = failure_of(caught.value)
-    assert getattr(failure, "env_index", None) == CULPRIT
-    assert isinstance(failure, FaultError) if manner == "raise" else "SIGSEGV" in str(failure)
-
-
-@pytest.mark.parametrize("manner", ["segv", "raise"])
-def test_in_a_manager_the_others_have_their_timesteps(manner: Any) -> None:
-    fault = Fault(manner, "step", at=3)
-    with SyncSubprocessEnvManager(three(fault), restart=RestartPolicy(snapshots=False)) as manager:
-        manager.reset({env: {"seed": env} for env in range(3)})
-        timesteps: list[Any] = []
-        errors: list[BaseException] = []
-        for _ in range(4):
-            ready = manager.ready_obs
-            try:
-                timesteps.append(manager.step(dict.fromkeys(ready, 1)))
-            except EnvsFailedError as error:
-                errors.append(failure_of(error))
-                timesteps.append(error.results)
-        assert [isinstance(error, FaultError) for error in errors] == ([True] if manner == "raise" else [])
-        assert (CULPRIT in timesteps[2]) == (manner == "segv")
-        assert manner == "raise" or timesteps[2][CULPRIT].info["abnormal"]
-        for env in (0, 2):
-            expected = rollout(CounterEnv(), [1] * 4, seed=env)[1:]
-            seen = [
-                Transition(one[env].obs, float(one[env].reward), one[env].terminated, one[env].truncated, action=1)
-                for one in timesteps
-            ]
-            assert_same_trajectory(seen, expected)

@@ -1,16 +1,12 @@
 """Invariant 8: Ctrl-C is the trainer's. Workers ignore SIGINT, and a handler can still step and close. A call that is
 interrupted while it waits is completed by the next one. One in which another handler raises while it sends was never
-made, and the workers that it had asked are recovered. Nothing is lost or doubled.
+made, and the workers that it had asked are recovered. Nothing is lost or doubled. At every place, one after the other:
+``tests/simulation/test_interruptions.py`` and ``tests/faults/test_interruptions.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import random
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,10 +15,9 @@ from typing import Any
 import pytest
 from faces import KINDS, Face
 
-from kit import CounterEnv, is_alive
-from kit.ctrl_c import GateEnv, ctrl_c, raise_in_the_library
-from kit.trainer_process import Trainer
-from multienv import AsyncSubprocessEnvManager
+from kit import CounterEnv
+from kit.ctrl_c import ctrl_c
+from kit.gates import WAIT, GateEnv
 from multienv.errors import ClosedError
 
 
@@ -39,38 +34,21 @@ def test_an_interrupted_step_is_completed_by_the_next_one_or_dropped(kind: str, 
         face.step([0, 0])
         pids = face.pids()
         with ctrl_c(tmp_path, pids), pytest.raises(KeyboardInterrupt):
-            face.step([1, 2])
+            face.step([WAIT, WAIT])
         if then == "close":
             return
         if then == "step":
-            rows = face.step([3, 3])
-            assert seen(rows) == [[2, 1], [2, 2]][everyone]
+            rows = face.step([2, 2])
+            assert seen(rows) == [[2, WAIT], [2, WAIT]][everyone]
             assert all(row.info["multienv"] == {"resumed": True} for row in rows)
-            rows = face.step([3, 0])
-            assert seen(rows) == [[3, 3], [3, 0]][everyone]
+            rows = face.step([1, 0])
+            assert seen(rows) == [[3, 1], [3, 0]][everyone]
             assert not any("multienv" in row.info for row in rows)
         else:
             assert seen(face.reset(0)) == [[0, -1], [0, -1]][everyone]
             assert seen(face.step([3, 0])) == [[1, 3], [1, 0]][everyone]
         assert face.pids() == pids
         assert face.losses() == 0
-
-
-def test_an_interrupted_step_of_a_manager_is_collected_by_the_next(tmp_path: Path) -> None:
-    with AsyncSubprocessEnvManager(
-        [CounterEnv, partial(GateEnv, tmp_path)], wait_num=2, step_wait_timeout=None
-    ) as manager:
-        manager.step({0: 0, 1: 0})
-        with ctrl_c(tmp_path), pytest.raises(KeyboardInterrupt):
-            manager.step({0: 1, 1: 2})
-        timesteps: dict[int, Any] = {}
-        while len(timesteps) < 2:
-            new = manager.step({})
-            assert not timesteps.keys() & new.keys()
-            timesteps |= new
-        assert [timesteps[env].obs[[0, 3]].tolist() for env in (0, 1)] == [[2, 1], [2, 2]]
-        assert manager.step({0: 3, 1: 3})[1].obs[[0, 3]].tolist() == [3, 3]
-        assert max(one.losses for one in manager.statistics()) == 0
 
 
 @pytest.fixture
@@ -88,7 +66,7 @@ def test_a_handler_may_close_under_the_step(kind: str, tmp_path: Path, handle: A
         face.step([0, 0])
         handle(lambda *_: face.close())
         with ctrl_c(tmp_path), pytest.raises(ClosedError):
-            face.step([1, 1])
+            face.step([WAIT, WAIT])
         with pytest.raises(ClosedError):
             face.reset()
 
@@ -111,66 +89,7 @@ def test_a_handler_may_step_other_envs_and_the_interrupted_step_goes_on(kind: st
 
         handle(handler)
         with ctrl_c(tmp_path):
-            rows = face.step([1, 2])
+            rows = face.step([WAIT, WAIT])
         assert handled == [[2, 3]] * other.num_envs
-        assert seen(rows) == [[2, 1], [2, 2]][: face.num_envs]
+        assert seen(rows) == [[2, WAIT], [2, WAIT]][: face.num_envs]
         assert face.losses() == 0
-
-
-# --- again and again: a program in a process group of its own, as a terminal has one ---------------
-
-
-def step_through_ctrl_c(kind: str, context: str, enough: str) -> None:
-    """Step until told by SIGUSR1; tell by a file when some steps have been interrupted.
-
-    The env tells in each observation which step it is, and which action it took.
-    """
-    ending: list[int] = []
-    face = Face(kind, [partial(CounterEnv, horizon=None)] * 2, context=context)
-    face.reset(0)
-    steps, interrupted, offered = 0, 0, []
-    signal.signal(signal.SIGUSR1, lambda *_: ending.append(1))
-    signal.signal(signal.SIGINT, raise_in_the_library)
-    print("ready", *face.pids(), flush=True)
-    while not ending or offered:
-        action = random.randrange(4)
-        offered.append(action)
-        result = None
-        try:
-            result = face.envs.step(action if kind == "subprocess_env" else [action] * 2)
-        except KeyboardInterrupt:
-            interrupted += 1
-            if interrupted == 11:
-                Path(enough).touch()
-        if result is None:
-            continue
-        steps += 1
-        observation, info = (result[0], result[4]) if kind == "subprocess_env" else (result[0][0], result[4])
-        # One step further, with this action, or, if it says so, with one that was interrupted.
-        assert observation[0] == steps, (result, steps)
-        resumed = "multienv" in (info[0] if kind == "multi_env" else info)
-        assert observation[3] in offered if resumed else observation[3] == action, (result, offered)
-        offered.clear()
-    statistics = [one for one in face.statistics() if one is not None]
-    assert [one.exact_recoveries for one in statistics] == [one.losses for one in statistics]
-    face.close()
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="3.10 runs signal handlers when a function returns: limits.md")
-@pytest.mark.parametrize(("kind", "context"), [*zip(KINDS, ["forkserver", "forkserver", "spawn"], strict=True)])
-def test_a_run_goes_on_through_one_ctrl_c_after_the_other(kind: str, context: str, tmp_path: Path) -> None:
-    dice, presses, enough = random.Random(kind), 0, tmp_path / "enough"
-    with Trainer("test_8_ctrl_c_is_the_trainers", "step_through_ctrl_c", kind, context, enough) as trainer:
-        workers = [int(word) for word in trainer.expect("ready").split()]
-        while presses < 60 or not enough.exists():  # several that come at once are one
-            if trainer.process.poll() is not None:
-                break  # succeed() tells why
-            presses += 1
-            trainer.signal_group(signal.SIGINT)
-            for pid in filter(is_alive, workers):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGINT)
-            time.sleep(dice.uniform(0.0, 0.01))
-        else:
-            trainer.signal(signal.SIGUSR1)
-        trainer.succeed()

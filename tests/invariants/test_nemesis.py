@@ -1,6 +1,6 @@
-"""All that can happen to processes, at random moments, in all faces, beside a quiet run: a few seconds each by default.
+"""Invariant 2, at random moments: all that can happen to processes, in all faces, beside a quiet run.
 
-For hours: ``NEMESIS=5000 pytest -o timeout=0 -n0 tests/invariants/test_nemesis.py`` (strikes for each face).
+A few seconds each by default; for hours: ``NEMESIS=5000 pytest -o timeout=0 -n0 tests/invariants/test_nemesis.py`` (strikes for each face).
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import random
 import signal
 import threading
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 from faces import Face
 from invariant_envs import DrawingEnv
-from test_2_exact_recovery import run_program
 
 from kit import descendants, first_difference, monitor_pid
 from multienv import Deadlines, Recovery, RestartPolicy
@@ -26,6 +28,29 @@ STRIKES = int(os.environ.get("NEMESIS", "5"))
 # Strikes that one request meets at most: an env whose way back meets more is given up, and truncated.
 MOST = 4
 DEADLINES = Deadlines(step=0.5, reset=0.5, call=0.5)
+
+
+def run_program(face: Face, seed: int, goes_on: Callable[[int], bool]) -> list[Any]:
+    """Step, reset, call and set as the seed says; return all that was seen, and a draw from each env at the end."""
+    dice = random.Random(seed)
+    rows = face.reset(seed)
+    said: list[Any] = [[astuple(row) for row in rows]]
+    while goes_on(len(said)):
+        what = dice.choices(["step", "reset", "draw", "set"], [30, 1, 4, 2])[0]
+        actions, number = [np.int64(dice.randrange(4)) for _ in range(face.num_envs)], dice.randrange(1000)
+        ended = [row.ended for row in rows]
+        if any(ended):
+            begun = face.reset(mask=ended)
+            rows = [new if is_new else old for new, old, is_new in zip(begun, rows, ended, strict=True)]
+        elif what == "step":
+            rows = face.step(actions)
+        elif what == "reset":
+            rows = face.reset(number)
+        elif what == "set":
+            face.set_attr("offset", number / 8)
+        drawn = face.call("draw", number * 100) if what == "draw" else []
+        said.append([drawn, *map(astuple, rows)])
+    return [*said, face.call("draw", 3)]
 
 
 class Nemesis:
@@ -100,7 +125,7 @@ def recoveries_of(events: list[Any]) -> list[Recovery]:
 @pytest.mark.timeout(0 if STRIKES > 50 else 120)
 @pytest.mark.parametrize(
     ("kind", "rung"),
-    [("multi_env", "snapshot"), ("vector_env", "journal"), ("async_env", "snapshot")],
+    [("subprocess_env", "journal"), ("multi_env", "snapshot"), ("vector_env", "journal"), ("async_env", "snapshot")],
 )
 def test_whatever_happens_to_processes_the_trajectory_is_the_quiet_one(kind: str, rung: str) -> None:
     env_fns = [partial(DrawingEnv, horizon=9, count_episodes=False)] * 3

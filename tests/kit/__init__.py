@@ -11,17 +11,8 @@ from typing import Any
 HOMES = {
     "counter": ["CounterEnv"],
     "envs": [
-        *(
-            "FarewellEnv",
-            "FaultyEnv",
-            "ForkingEnv",
-            "GlobalRandomEnv",
-            "NondeterministicEnv",
-            "PidEnv",
-            "SameArrayEnv",
-            "SlowEnv",
-        ),
-        "StickyStateEnv",
+        *("FarewellEnv", "FaultyEnv", "ForkingEnv", "GlobalRandomEnv", "MemoryEnv", "NondeterministicEnv"),
+        *("OnlyEnv", "PidEnv", "SameArrayEnv", "SlowEnv"),
     ],
     "faults": ["FailsNthTime", "Fault", "FaultError", "TwoArgumentError"],
     "kills": ["kill_worker"],

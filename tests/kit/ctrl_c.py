@@ -1,38 +1,20 @@
-"""Ctrl-C in the middle of a step: an env that waits there, and what presses while it does."""
+"""Ctrl-C in the middle of a step: what presses while a ``GateEnv`` waits there."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import multienv
-from kit import CounterEnv
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv.processes import worker_process
 from multienv.wire.segment import TRAINER_SLEEPS
 
 PACKAGE = str(Path(multienv.__file__).parent)
-
-
-class GateEnv(CounterEnv):
-    """Waits in its second step until the gate is there, and says that it does."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.directory = directory
-
-    def step(self, action: Any) -> Any:
-        (self.directory / "waits").touch() if self.episode_step == 1 else None
-        while self.episode_step == 1 and not (self.directory / "gate").exists():
-            time.sleep(0.002)
-        return super().step(action)
 
 
 def is_waiting() -> bool:
@@ -58,11 +40,3 @@ def ctrl_c(directory: Path, pids: Sequence[int] = ()) -> Iterator[None]:
     finally:
         thread.join()
         (directory / "gate").touch()
-
-
-def raise_in_the_library(_: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt while a call is running; what it has returned is the caller's to keep or to lose."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(PACKAGE):
-            raise KeyboardInterrupt
-        frame = frame.f_back

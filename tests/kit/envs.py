@@ -7,6 +7,7 @@ keyword-only, and all classes can be pickled by reference: ``functools.partial(S
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -163,33 +164,23 @@ class NondeterministicEnv(CounterEnv):
         return super()._reward() + (0.0 if self.shown_in == "observation" else self._chance())
 
 
-class StickyStateEnv(CounterEnv):
-    """Keeps state across episodes, even across seeded resets, and shows it late.
+class MemoryEnv(CounterEnv):
+    """Counts all its steps, which a reset does not end; from some step on what it draws depends on the count.
 
-    `residue` is the sum over all actions (plus one) of *earlier* episodes. From step *visible_after* of an episode on
-    it is added to the draw in observation and reward; until then, nothing tells an env with a past from a new one.
-    A replay of the current episode in a new process lacks it (BipedalWalker and ALE are like this).
+    Until then nothing tells an env with a past from a new one (BipedalWalker and ALE are like this).
     """
 
-    def __init__(self, *, visible_after: int = 3, **counter: Any) -> None:
-        super().__init__(**counter)
-        self.visible_after = visible_after
-        self.residue = 0
-        self._this_episode = 0
+    def __init__(self, shows_after: float = math.inf, horizon: int | None = 5) -> None:
+        super().__init__(horizon=horizon, count_episodes=False)
+        self.shows_after, self.steps_ever = shows_after, 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
-        self.residue += self._this_episode
-        self._this_episode = 0
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: np.int64) -> Step:
-        result = super().step(action)
-        self._this_episode += int(action) + 1
-        return result
+    def step(self, action: Any) -> Any:
+        self.steps_ever += 1
+        return super().step(action)
 
     def _next_draw(self) -> float:
-        draw = super()._next_draw()
-        return draw + self.residue if self.episode_step >= self.visible_after else draw
+        shown = 0.001 * self.steps_ever if self.steps_ever >= self.shows_after else 0.0
+        return super()._next_draw() + shown
 
 
 class GlobalRandomEnv(CounterEnv):
@@ -271,6 +262,20 @@ def _fork_child(stubborn: bool) -> int:
         finally:
             os._exit(0)
     return pid
+
+
+class OnlyEnv(CounterEnv):
+    """Can be built once in a process."""
+
+    built = 0
+
+    def __init__(self, *, segfaults: bool = False, **counter: Any) -> None:
+        super().__init__(**counter)
+        type(self).built += 1
+        if self.built > 1:
+            if segfaults:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            raise RuntimeError("only one emulator instance per process")
 
 
 class PidEnv(CounterEnv):

@@ -77,6 +77,11 @@ def record(pid: int) -> ProcessRecord | None:
     return ProcessRecord(pid, int(fields[1]), fields[0], int(fields[19]), name)
 
 
+def alive() -> set[int]:
+    """The descendants of this process that are no zombies."""
+    return {pid for pid, one in descendants(os.getpid()).items() if not one.is_zombie}
+
+
 def descendants(pid: int) -> dict[int, ProcessRecord]:
     """The children of a process, their children, and so on, zombies included."""
     return _below(pid, _table())

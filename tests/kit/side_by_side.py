@@ -42,6 +42,16 @@ def expect_same(one: Any, other: Any, where: object = "") -> None:
     assert difference is None, f"{where}: {difference}"
 
 
+def info_of(infos: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return an env's part of the merged infos of a batch."""
+    found: dict[str, Any] = {}
+    for key, value in infos.items():
+        if key[0] != "_" and infos[f"_{key}"][index]:
+            one = info_of(value, index) if isinstance(value, dict) else value[index]
+            found[key] = one.item() if isinstance(one, np.generic) else one
+    return found
+
+
 def run_side_by_side(
     ours: Any,
     theirs: AnyVectorEnv,

@@ -137,7 +137,7 @@ MUTANTS = [
         "recovery/rollouts.py",
         'scratch.show(aside, {**scratch.shown(aside), "seen": number})',
         "pass",
-        ("tests/faults/test_rollouts_and_kills.py", "tests/contract/test_rollouts.py"),
+        ("tests/simulation/test_faults_and_programs.py",),
     ),
     Mutant(
         "The step that was asked again after a loss is not recorded.",
@@ -213,7 +213,7 @@ MUTANTS = [
         "worker/host.py",
         "skipped = group.waiting = {start.slot for start in message.starts if start.waits}",
         "skipped = group.waiting = {start.slot for start in message.starts if start.entry < 0}",
-        SIMULATED_STARTS,
+        ("tests/invariants/test_3_verified_or_honest.py",),
     ),
     Mutant(
         "An env begins a replay one request after its reset.",
@@ -395,7 +395,7 @@ MUTANTS = [
         "worker/snapshots.py",
         "                    return _PIPES\n",
         "                    continue\n",
-        REPLAYED,
+        ("tests/faults/test_snapshots.py",),
     ),
     Mutant(
         "A replay that has forgotten an attribute counts as exact.",
@@ -489,6 +489,7 @@ MUTANTS = [
         "recovery/state_machine.py",
         "if count >= rules.poison_after}",
         "if count < 0}",
+        ("tests/simulation/test_faults_and_programs.py",),
     ),
     # --- 4: a reply belongs to its request --------------------------------------------------------
     Mutant(

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kit.interruption import Interruption
+from kit.side_by_side import info_of
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import (
     CallPendingError,
@@ -421,22 +422,22 @@ class Run:
         actions, order = actions_of(number)[: len(self.worlds)], list(range(len(self.worlds)))
         order = order[number % len(order) :] + order[: number % len(order)]
 
-        def give(envs: list[int]) -> None:
+        def send(envs: list[int]) -> None:
             for env in envs:
                 given = [actions[env]]
                 with contextlib.suppress(CallPendingError):  # an interruption came when it had been given
                     self.envs.send(given if self.case.face == "multi_env" else np.array(given), [env])
 
-        for env, row in self._at_own_pace(give, order, 1 if number % 2 else None).items():
+        for env, row in self._at_own_pace(send, order, 1 if number % 2 else None).items():
             self._check_step(env, actions[env], row)
 
     def _do_begin(self, seed: int) -> None:
-        def give(envs: list[int]) -> None:
+        def reset(envs: list[int]) -> None:
             with contextlib.suppress(CallPendingError):
                 self.envs.reset_async(seed=seed)
 
         before = self.truncated
-        for env, row in self._at_own_pace(give, range(len(self.worlds)), 2).items():
+        for env, row in self._at_own_pace(reset, range(len(self.worlds)), 2).items():
             if self.truncated == before:
                 self.worlds[env].reset(seed + env, row, is_anew=self._is_begun_anew(self.workers[env]))
 
@@ -449,11 +450,11 @@ class Run:
             while len(rows) < len(order):
                 *values, infos, envs = self.envs.recv(most and min(most, len(order) - len(rows)))
                 for place, env in enumerate(envs):
-                    info = infos[place] if self.case.face == "multi_env" else part_of(infos, place)
+                    info = infos[place] if self.case.face == "multi_env" else info_of(infos, place)
                     rows[int(env)] = self._row([copy.copy(value[place]) for value in values], info)
             return True
 
-        return rows if self._told(pace) else {}
+        return rows if self._told(pace, name=give.__name__) else {}
 
     def _do_step(self, number: int, step: Any = None) -> None:
         actions = actions_of(number)[: len(self.worlds)]
@@ -562,7 +563,7 @@ class Run:
         self._again(partial(self.envs.load_state_dict, state))
         self.worlds = copy.deepcopy(worlds)
 
-    def _told(self, call: Any, done: Any = None) -> Any:
+    def _told(self, call: Any, done: Any = None, name: str = "") -> Any:
         """Return what a call returns, or ``done``; ``None`` if it raised the loss of a worker, as the policy has it."""
         struck = self._struck
         try:
@@ -575,7 +576,7 @@ class Run:
             elif self.case.policy != "raise":
                 if not any(map(self._is_forced, self.workers)):
                     raise
-                name = getattr(call, "func", call).__name__
+                name = name or getattr(call, "func", call).__name__
                 assert name in ("reset", "call", "set_attr", "snapshot"), "only what cannot be truncated is raised"
                 if name != "reset":
                     self._failed.append(set(getattr(error, "failures", {0: error})))
@@ -619,7 +620,7 @@ class Run:
         if self.case.face == "subprocess_env":
             return [(observations, infos)]
         if self.case.face != "multi_env":
-            infos = [part_of(infos, env) for env in range(len(self.worlds))]
+            infos = [info_of(infos, env) for env in range(len(self.worlds))]
         return list(zip(map(copy.copy, observations), infos, strict=True))
 
     def _rows(self, told: Any) -> list[Row]:
@@ -629,7 +630,7 @@ class Run:
         if self.case.face == "multi_env":
             return [Row(*row) for row in zip(*values, infos, strict=True)]
         return [
-            self._row([value[env].copy() for value in values], part_of(infos, env)) for env in range(len(self.worlds))
+            self._row([value[env].copy() for value in values], info_of(infos, env)) for env in range(len(self.worlds))
         ]
 
     def _row(self, values: Sequence[Any], info: dict[str, Any]) -> Row:
@@ -674,13 +675,3 @@ def may_be_replayed(struck: Sequence[Fault]) -> bool:
     from_outside = ("before", "in the env", "executed", "torn", "replied")
     is_killed = all(fault.code == KILLED and fault.point in from_outside for fault in struck)
     return is_more or len(struck) > (3 if is_killed else 1)
-
-
-def part_of(infos: dict[str, Any], env: int) -> dict[str, Any]:
-    """Return an env's part of merged infos."""
-    found = {}
-    for key, value in infos.items():
-        if key[0] != "_" and infos[f"_{key}"][env]:
-            one = part_of(value, env) if isinstance(value, dict) else value[env]
-            found[key] = one.item() if isinstance(one, np.generic) else one
-    return found

@@ -18,7 +18,7 @@ from simulation import programs
 from simulation.programs import FACES, Case, Run
 from simulation.rare import Constants
 from simulation.regressions import REGRESSIONS
-from simulation.schedules import BRANCHING, EPISODES, REPLAYS, bases, name_of, singles
+from simulation.schedules import BRANCHING, EPISODES, REPLAYS, ROLLING, bases, name_of, singles
 from simulation.simulation import CRASHED, KILLED, POINTS, Fault, Simulation
 
 
@@ -51,6 +51,16 @@ def test_a_step_that_ends_every_process_is_truncated(face: str, code: int, limit
     simulation = play.play()
     assert play.truncated == 1
     assert len(simulation.struck) == limit
+
+
+@pytest.mark.parametrize("face", ROLLING)
+@pytest.mark.parametrize(("deaths", "truncated"), [(2, 1), (3, 4)])
+def test_an_env_that_ends_process_after_process_sits_the_rollout_out(face: str, deaths: int, truncated: int) -> None:
+    """Its next episode begins in the same rollout, unless that ends a process too; each of its steps says what it is."""
+    ops = (("reset", 7), ("step", 0), ("roll", 1, 4), ("reset", 9), ("step", 3))
+    play = Run(Case(face, "journal", ops, (Fault(0, "request", 3, "in the env", code=CRASHED, times=deaths),)))
+    assert len(play.play().struck) == deaths
+    assert play.truncated == truncated
 
 
 @pytest.mark.parametrize("face", ["DISABLED", "NEXT_STEP", "SAME_STEP"])

@@ -17,25 +17,16 @@ def singles(base: ManagerCase) -> Iterator[ManagerCase]:
         yield with_fault(base, fault)
 
 
-def check_each_single_fault(base: ManagerCase, first: int = 0, stride: int = 1) -> None:
+@pytest.mark.parametrize("stride", [61, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("base", BASES, ids=manager_name)
+def test_single_fault_leaves_what_a_manager_hands_out_whole(base: ManagerCase, stride: int) -> None:
     cases = list(singles(base))
     assert len(cases) > 50
-    for case in cases[first::stride]:
+    for case in cases[BASES.index(base) % stride :: stride]:
         assert set(ManagerRun(case).play().struck) == set(case.faults), case
 
 
-@pytest.mark.parametrize("base", BASES, ids=manager_name)
-def test_single_fault_leaves_what_a_manager_hands_out_whole(base: ManagerCase) -> None:
-    check_each_single_fault(base, first=BASES.index(base) % 47, stride=47)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("base", BASES, ids=manager_name)
-def test_each_single_fault_leaves_what_a_manager_hands_out_whole(base: ManagerCase) -> None:
-    check_each_single_fault(base)
-
-
-@pytest.mark.parametrize("stride", [2403, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [3001, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("manager", MANAGERS)
 def test_interrupted_call_of_a_manager_loses_and_doubles_nothing(manager: str, stride: int) -> None:
     """Ctrl-C at places of the trainer's own code, one after the other."""

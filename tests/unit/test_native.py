@@ -14,7 +14,7 @@ from unittest import mock
 import gymnasium
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_strategies import fingerprint
 
@@ -158,6 +158,7 @@ def assert_reference_reads_the_same(worker: Any) -> None:
 
 @needs_extension
 @pytest.mark.parametrize(("face", "mode"), [("rows", "NEXT_STEP"), ("rows", "SAME_STEP"), ("exact", "")])
+@settings(max_examples=30)
 @given(st.lists(st.lists(RESULTS, min_size=3, max_size=3), min_size=4, max_size=8))
 def test_a_worker_writes_what_the_reference_writes(face: str, mode: str, script: list[list[Any]]) -> None:
     ours = banks_after(script, face, mode)

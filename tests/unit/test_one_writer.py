@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,13 @@ def targets_of(node: ast.AST) -> Iterator[ast.expr]:
         yield from target.elts if isinstance(target, ast.Tuple) else [target] if target is not None else []
 
 
+@cache
+def written_by_modules() -> list[tuple[str, tuple[str, str, str]]]:
+    """Return the name of each module with what it writes, one by one."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [(path.name, one) for path in paths for one in written(ast.parse(path.read_text()))]
+
+
 def written(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
     """Yield (class around it, name of the object, attribute or method) for each store and each call of a method."""
     classes = {
@@ -93,13 +101,12 @@ def writers(name: str) -> set[str]:
     """Return the modules that write a state."""
     names, owner, only = OWNERS[name]
     found = set()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for around, of, what in written(ast.parse(path.read_text())):
-            is_own = of == "self" and around == owner
-            attribute = what.removesuffix("()")
-            is_change = attribute in CHANGES[owner] if what.endswith("()") else attribute in only or not only
-            if (of in names or is_own) and is_change:
-                found.add(path.name)
+    for module, (around, of, what) in written_by_modules():
+        is_own = of == "self" and around == owner
+        attribute = what.removesuffix("()")
+        is_change = attribute in CHANGES[owner] if what.endswith("()") else attribute in only or not only
+        if (of in names or is_own) and is_change:
+            found.add(module)
     return found
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 from functools import partial
 
 import gymnasium
 import pytest
 
-from kit import CounterEnv, NondeterministicEnv
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.testing import RecoveryCheck, check_env_recovers
 
@@ -77,15 +76,6 @@ def test_a_dishonest_env_is_found_out(env_class):
         check.raise_if_dishonest()
 
 
-class CrashesByItself(CounterEnv):
-    """Its fourth step is its process's last."""
-
-    def step(self, action):
-        if self.episode_step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
-
-
 class AlwaysAsked(SubprocessEnv):
     """Is not struck where its undisturbed twin dies: it is the twin that ends the comparison."""
 
@@ -94,7 +84,8 @@ class AlwaysAsked(SubprocessEnv):
 
 
 def test_an_env_that_crashes_by_itself_is_told_and_does_not_take_this_process_with_it():
-    check = check_env_recovers(CrashesByItself, steps=9, kills=1, make_env=AlwaysAsked)
+    crashes = partial(FaultyEnv, fault=Fault("kill", "step", at=4, per="episode"))
+    check = check_env_recovers(crashes, steps=9, kills=1, make_env=AlwaysAsked)
     assert check.is_honest
     assert len(check.truncated) == 2
 
