@@ -1,4 +1,4 @@
-"""What a process does first that the monitor, or a template of the monitor's, has forked."""
+"""The first steps of a process that the monitor or a template has forked."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from multienv.worker.ends import MARK_VARIABLE
 # thirty processes want the cores, and a name that it has not unlinked by then stays until the next boot.
 TRACKER_GRACE = 10.0
 # In the list of a process's mappings, proc(5): shared ones for writing.
-_SHARED = re.compile(r"^\S+ rw-s .* (/dev/shm/.+)$", re.MULTILINE)
+_SHARED = re.compile(r"^\S+ rw-s .* (/dev/shm/[^/\n]+)$", re.MULTILINE)  # shm_open(3) makes none in folders
 
 
 def mark_in(pid: int) -> str:
@@ -151,7 +151,7 @@ def shared_memory() -> set[str]:
 def mapped_by(pids: set[int]) -> set[str]:
     """Return the paths of named shared memory that these processes map to write to it.
 
-    None if a resource tracker is among the processes: it will unlink what it knows, and warns of what is gone by then.
+    Empty if a resource tracker is among the processes: it will unlink what it knows, and warns of what is gone by then.
     """
     found: set[str] = set()
     for pid in set() if any(map(is_tracker, pids)) else pids:
@@ -161,7 +161,7 @@ def mapped_by(pids: set[int]) -> set[str]:
 
 
 def unlink_unused(path: str) -> bool:
-    """Unlink shared memory; return false if a process has it open or maps it, whose ever that process is."""
+    """Unlink shared memory; return false if a process has it open or maps it, no matter whose."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

@@ -20,6 +20,7 @@ import re
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
@@ -36,6 +37,7 @@ from multienv.worker import main as worker_main
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
 _READY = b"ready"
+_OWN = 5  # so many descriptors that come with an order are the worker's ends and stderr
 _MOST_TEXT = 2000
 # The pid of a worker that was forked, or the negative number of the error.
 _ANSWER = struct.Struct("<q")
@@ -105,12 +107,15 @@ class Template:
         return not was_ready
 
     def fork(self, order: Order, descriptors: Sequence[int]) -> int:
-        """Fork a worker, with these descriptors; return its pid, or 0 if there is no process. Raises OSError."""
+        """Fork a worker, with these descriptors and the stdout of this process; return its pid.
+
+        Returns 0 if there is no process. Raises OSError.
+        """
         if self._channel is None:
             return 0
         kill([self.pid], signal.SIGCONT)
         try:
-            order.send(self._channel, descriptors)
+            order.send(self._channel, [*descriptors, *_stdout()])
         except OSError:
             return 0
         poller = select.poll()
@@ -135,6 +140,13 @@ class Template:
         self.pid, self.is_ready, self._told, self._channel = 0, False, b"", None
 
 
+def _stdout() -> list[int]:
+    """Return the descriptor of stdout; none if it is closed, or if a socket of ours has its number."""
+    with contextlib.suppress(OSError):
+        return [] if stat.S_ISSOCK(os.fstat(1).st_mode) else [1]
+    return []
+
+
 def _words(code: int) -> str:
     if code == -signal.SIGALRM:
         return "the import was not done after half of Deadlines.start"
@@ -151,6 +163,7 @@ def _serve(channel: socket.socket, monitor: int, wish: bytes, folder: str) -> No
         part_from_monitor(monitor, [channel.fileno()])
         worker_main.set_title("multienv preload")
         refusal = _import(*pickle.loads(wish))
+        worker_main.take_signals()  # a module may have set others
         channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _READY)
         while not refusal:
             received = Order.receive(channel)
@@ -205,11 +218,12 @@ def _fork(channel: socket.socket, order: Order, descriptors: list[int], monitor:
     """Fork a process that forks a worker, tells its pid and ends; the monitor adopts the worker."""
     try:
         between = os.fork()
+    except OSError as error:
+        channel.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
+    else:
         if between == 0:
             _fork_worker(channel, order, descriptors, monitor, folder)
         os.waitpid(between, 0)
-    except OSError as error:
-        channel.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
     close_all(descriptors)
 
 
@@ -220,7 +234,9 @@ def _fork_worker(channel: socket.socket, order: Order, descriptors: list[int], m
         if pid == 0:
             while os.getppid() == own:
                 time.sleep(0.0005)  # not a poll: nothing tells a process that its parent has changed
-            become_worker(descriptors, order, monitor, f"{folder}/{order.folder}" if order.folder >= 0 else "")
+            for stdout in descriptors[_OWN:]:
+                os.dup2(stdout, 1)
+            become_worker(descriptors[:_OWN], order, monitor, f"{folder}/{order.folder}" if order.folder >= 0 else "")
         channel.sendall(_ANSWER.pack(pid))
     except OSError as error:
         channel.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))

@@ -49,9 +49,11 @@ class Pending:
 
     __slots__ = (
         "_env_in",
+        "_excused",
         "_limits",
         "_longest",
         "_mark",
+        "_own",
         "_replays",
         "_saved",
         "_silence",
@@ -77,7 +79,9 @@ class Pending:
         # Number of the request, which env was being called in which step at the last look, since when that has been the
         # same, and when to look again.
         self._mark: tuple[int, Any, float, float] = 0, None, inf, inf
+        self._excused: Any = None  # the number and the rest of that for which a look came late once
         self._longest = 0.0  # that a slot has been called for in that request
+        self._own = 0  # number of a request whose deadline the caller has given with it
         self._waited = 0, inf  # number of a request that is waited for, and since when
 
     def begin_step(self, number: int = 0, aside: Segment | None = None) -> None:
@@ -97,9 +101,14 @@ class Pending:
         self._mark = 0, None, inf, inf
         self.until = None if self.limit is None else time.monotonic() + self.limit
 
-    def bound(self, seconds: float | None) -> None:
-        """Give the request a deadline: so many seconds from now, and in each process that it is asked of."""
-        self.limit = seconds
+    def bound(self, seconds: float | None, number: int = 0) -> None:
+        """Give the request a deadline: so many seconds from now, and in each process that it is asked of.
+
+        Args:
+            seconds: The deadline; ``None``: it has none.
+            number: Of a request whose own deadline this is.
+        """
+        self.limit, self._own = seconds, number
         self.arm()
 
     # --- deadlines --------------------------------------------------------------------------------
@@ -117,10 +126,10 @@ class Pending:
             self._limits.learn(steps, episodes)
             self.step_limit = self._limits.step
 
-    @property
-    def brief(self) -> float:
+    def brief(self, request: Request | None, number: int) -> float:
         """Return for how many seconds a request may be waited for before its deadline, ``"auto"``, is looked at."""
-        return deadlines.BRIEF * deadlines.LEAST if self._limits.is_learning else 0.0
+        is_own = self.until is not None and not self._is_found(request, number)
+        return deadlines.BRIEF * deadlines.LEAST if self._limits.is_learning and not is_own else 0.0
 
     def find_limit(self, request: Request | None, steps: int, episodes: int) -> None:
         """Give a request that had no deadline when it was asked the one that is known now."""
@@ -137,28 +146,25 @@ class Pending:
         if self._limits.note(request.kind.value, self._took(number, request.steps)):
             self.learn(steps, episodes)
 
-    def lengthen(self, request: Request) -> bool:
+    def lengthen(self, request: Request, number: int) -> bool:
         """Give a request with an ``"auto"`` deadline more time, once; tell whether it has got some."""
         limit = self.limit_of(request.kind, request.steps)
-        if limit is None or self.limit != limit or not self._is_found(request):  # else it has got some before
+        if limit is None or self.limit != limit or not self._is_found(request, number):  # else it has got some before
             return False
         sometimes("a deadline that was found from the times seen is raised")
         self.limit = LONGER * limit
         return True
 
-    def _is_found(self, request: Request | None) -> bool:
+    def _is_found(self, request: Request | None, number: int) -> bool:
         """Tell whether the deadline of a request is ``"auto"``, and not the caller's own."""
-        if request is None or not self._limits.finds(request.kind.value):
-            return False
-        limit = self.limit_of(request.kind, request.steps)
-        return self.limit is None or (limit is not None and self.limit in (limit, LONGER * limit))
+        return request is not None and self._own != number and self._limits.finds(request.kind.value)
 
     # --- another process --------------------------------------------------------------------------
 
     def settled(self) -> None:
         """Forget the request, which is answered: after a restore, another request may have its number."""
         self._saved, self._silence, self._mark = None, (0, inf), (0, None, inf, inf)
-        self._waited = 0, inf
+        self._waited, self._own, self._excused = (0, inf), 0, None
 
     def save(self, segment: Segment, number: int) -> None:
         """Copy a step out of the bank of a lost process, for the next process."""
@@ -213,7 +219,7 @@ class Pending:
         """
         if self._waited[0] != number:
             self._waited, self._longest = (number, time.monotonic()), 0.0
-        if self.until is not None and not self._is_found(request):
+        if self.until is not None and not self._is_found(request, number):
             return self._overdue_at(channel, number, request)
         if self._silence[0] != number:
             self._silence = number, time.monotonic() + SILENCE
@@ -225,26 +231,27 @@ class Pending:
             return inf
         if request is None or self.limit is None:
             return self.until
-        is_found, words = self._is_found(request), channel.segment.words
+        is_found, words = self._is_found(request, number), channel.segment.words
         if not is_found and (self._slots == 1 or request.steps):
             return self.until
         if is_found and not (self._replays and words[SNAPSHOT]):
-            self.lengthen(request)
+            self.lengthen(request, number)
         return self._due_of_slot(number, words, self.limit, is_found=is_found)
 
     def _due_of_slot(self, number: int, words: Any, limit: float, *, is_found: bool) -> float:
         """Return when to look at the mark of the slot again; in the past if the env in that slot is overdue.
 
         An env has its whole deadline, whatever those before it have taken, and up to an eighth of it more. If the
-        deadline is ``"auto"``, the time from a look that came late is not counted: the trainer was stopped, and perhaps
-        the worker, too.
+        deadline is ``"auto"``, the time before a look that comes late is not counted, once: the trainer was stopped,
+        and perhaps the worker, too. A trainer that learns for long between two calls looks late each time.
         """
         now, mark = time.monotonic(), (words[BUSY], words[SLOT])
         last, before, since, again = self._mark
         if last != number or mark != before:
             self._longest = max(self._longest, now - since) if last == number else 0.0
             since = now
-        elif is_found and now > again + limit / _LOOKS:
+        elif is_found and now > again + limit / _LOOKS and self._excused != (number, mark):
+            self._excused = number, mark
             since = max(since + now - again, now + limit / _LOOKS - limit)
         elif now >= since + limit:
             return since + limit

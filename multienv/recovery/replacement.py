@@ -140,7 +140,7 @@ class Replacer:
         replacement = _replaced(worker.recoverer, position, generators)
         process, progress, reason = replacement.channel, replacement.progress, replacement.reason
         worker.refuse_if_closed("step", process)
-        if process is None or replacement.build is None:
+        if process is None:
             maintenance.put_off(is_built=replacement.is_built)
             sometimes("a process that has ended first is not replaced", ends_first)
             sometimes("a replacement by plan is put off", not ends_first)
@@ -149,7 +149,7 @@ class Replacer:
             reporter.recycling(why, "put off", reason, progress)
             return
         sometimes("a process is replaced by plan")
-        worker.move_into(process, replacement.build, replacement.plan, replacement.calls, progress)
+        worker.move_into(replacement)
         worker.stand(before)
         outcome: Any = "exact" if progress.is_exact else "replayed"
         outcome = "reset" if replacement.plan is None else outcome

@@ -69,7 +69,7 @@ from multienv.recovery.recoverer import (
     RequestFailedError,
     Unrecoverable,
 )
-from multienv.recovery.replacement import Replacer
+from multienv.recovery.replacement import Replacement, Replacer
 from multienv.recovery.reporter import Reporter, memory_of
 from multienv.recovery.rollouts import RolloutReader, RolloutReply, policy_error
 from multienv.recovery.state_machine import (
@@ -383,8 +383,8 @@ class Supervisor:
         try:
             if not ends_overdue:
                 return channel.wait(number, until)
-            brief = self.pending.brief
-            if brief and until is None and channel.wait(number, time.monotonic() + brief):
+            brief = self.pending.brief(self.state.request, number) if until is None else 0.0
+            if brief and channel.wait(number, time.monotonic() + brief):
                 return True
             self._find_limit()
             was_here = channel.answered(number)
@@ -564,7 +564,7 @@ class Supervisor:
             long_past and gone.cause == "died",
         )
         instruction = self._happen(lost)
-        if gone.cause == "hung" and request is not None and self.pending.lengthen(request):
+        if gone.cause == "hung" and request is not None and self.pending.lengthen(request, number):
             text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
             logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
@@ -741,29 +741,17 @@ class Supervisor:
         self.position.build = build
         self.position.journal.begin(self.position.number, calls)
 
-    def move_into(
-        self,
-        channel: Channel,
-        build: Build,
-        plan: Plan | None,
-        calls: tuple[bytes, ...],
-        progress: RecoveryProgress,
-    ) -> None:
-        """Move envs that were not lost to another process.
-
-        Args:
-            channel: To the process.
-            build: The request that built its envs.
-            plan: What was replayed in it; ``None``: all its envs are new ones.
-            calls: Calls and attributes that were repeated in new envs.
-            progress: What it has taken.
-        """
+    def move_into(self, replacement: Replacement) -> None:
+        """Move envs that were not lost to another process."""
+        channel, build, plan = replacement.channel, replacement.build, replacement.plan
+        assert channel is not None
+        assert build is not None
         if plan is None:
-            self._begin_anew(build, calls)
+            self._begin_anew(build, replacement.calls)
         else:
             self.position.build = build
-            self._go_on_from(plan, plan.missing, progress)
-        self.adopt(channel, progress.replayed)
+            self._go_on_from(plan, plan.missing, replacement.progress)
+        self.adopt(channel, replacement.progress.replayed)
 
     def _strayed(self, slot: int, what: str) -> None:
         """Note that a slot was replayed from a reset otherwise than it was seen."""
@@ -1011,7 +999,7 @@ class Supervisor:
     def bound(self, seconds: float) -> None:
         """Give the pending request a deadline: so many seconds from now, and so many in each further process."""
         with self.lock:
-            self.pending.bound(seconds)
+            self.pending.bound(seconds, self.position.number + 1)
 
     # --- the present process ----------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import UsageError, WaitTimeout, WorkerHungError
 from multienv.recovery import deadlines as limits
 from multienv.recovery import pending
-from multienv.recovery.state_machine import Kind
+from multienv.recovery.state_machine import Kind, Request
 
 
 class ChanceAndUneven(UnevenEnv):
@@ -237,6 +237,43 @@ def test_an_env_that_is_slow_at_its_own_pace_is_waited_for(tmp_path: Path) -> No
         envs.send([0, 0, 0])
         envs.recv()
         assert losses(envs) == 0
+
+
+def test_a_hang_ends_although_the_trainer_learns_for_long_between_two_calls(tmp_path: Path) -> None:
+    with multi_env(tmp_path, restart=FORKS) as envs:
+        envs.reset(seed=5)
+        steps(envs, [0] * 70)
+        envs.send([0, HANGS_ONCE, 0])
+        until, came = time.monotonic() + 30.0, ()
+        while 1 not in came and time.monotonic() < until:
+            time.sleep(0.2)
+            *_, came = envs.recv(1, at_most=3, timeout=5.0)
+            envs.send([0] * len(came), came)
+        assert 1 in came
+        envs.recv()
+
+
+def test_a_deadline_that_is_given_with_a_step_is_kept(tmp_path: Path) -> None:
+    """Also if it is as long as the one that was found."""
+    with SubprocessEnv(partial(UnevenEnv, tmp_path), restart=RestartPolicy(snapshots=False, on_timeout="raise")) as env:
+        env.reset(seed=5)
+        for _ in range(70):
+            env.step(0)
+        env.step_async(HANGS)
+        supervisor_of(env).bound(limits.LEAST)
+        with pytest.raises(WorkerHungError):
+            env.step_wait()
+        assert env.statistics().last_loss.deadline == limits.LEAST
+
+
+def test_a_deadline_in_seconds_is_looked_at_from_the_first_moment_on(tmp_path: Path) -> None:
+    with SubprocessEnv(partial(UnevenEnv, tmp_path), deadlines=Deadlines(step=30.0)) as env:
+        env.reset(seed=5)
+        worker = supervisor_of(env)
+        assert worker.pending.brief(Request(Kind.RESET, "reset"), worker.position.number + 1) > 0.0
+        env.step_async(0)
+        assert worker.pending.brief(worker.state.request, worker.position.number + 1) == 0.0
+        env.step_wait()
 
 
 def test_resets_have_such_a_deadline_after_three(tmp_path: Path) -> None:

@@ -293,6 +293,9 @@ class FolderEnv(CounterEnv):
     def folder(self) -> str:
         return tempfile.gettempdir()
 
+    def say(self, what: str) -> None:
+        print(what, flush=True)
+
 
 def test_each_worker_has_a_temporary_folder_of_its_own(slow: Slow) -> None:
     module = slow("import tempfile; tempfile.gettempdir()")
@@ -300,3 +303,24 @@ def test_each_worker_has_a_temporary_folder_of_its_own(slow: Slow) -> None:
         folders = envs.call("folder")
         assert len(set(folders)) == 2
         assert all(Path(folder).parent.name.startswith("multienv-") for folder in folders)
+
+
+def test_a_module_may_set_signal_handlers(slow: Slow) -> None:
+    module = slow("import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)")
+    with SubprocessVectorEnv([FolderEnv] * 4, envs_per_worker=1, preload=[module], reports="") as envs:
+        assert len(set(envs.call("folder"))) == 4
+        assert [one.losses for one in envs.statistics()] == [0] * 4
+
+
+def test_a_worker_has_the_stdout_that_the_trainer_has_when_it_is_launched(slow: Slow, tmp_path: Path) -> None:
+    module, stdout = slow(), os.dup(1)
+    with SubprocessEnv(FolderEnv, preload=[module], reports="") as first, (tmp_path / "out").open("w") as out:
+        first.initialize()
+        os.dup2(out.fileno(), 1)
+        try:
+            with SubprocessEnv(FolderEnv, preload=[module], reports="") as second:
+                second.initialize().call("say", "second")
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+    assert (tmp_path / "out").read_text() == "second\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
 import signal
 import sys
 from functools import partial
@@ -215,10 +216,10 @@ def test_shared_memory_of_an_env_that_hangs_goes_with_the_trainer() -> None:
         assert not is_there(name)
 
 
-def lose_an_engine(how: str, own: str, held: str, older: str) -> None:
+def lose_an_engine(how: str, own: str, held: str, older: str, within: str) -> None:
     """Be a trainer that has one of the names open that its env and the env's engine map."""
     policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
-    env = SubprocessEnv(partial(EngineEnv, own, held, older), deadlines=Deadlines(step=0.5), restart=policy)
+    env = SubprocessEnv(partial(EngineEnv, own, held, older, within), deadlines=Deadlines(step=0.5), restart=policy)
     env.initialize()
     env.reset(seed=0)
     with Path("/dev/shm", held).open():
@@ -227,6 +228,7 @@ def lose_an_engine(how: str, own: str, held: str, older: str) -> None:
         assert becomes_true(lambda: not is_there(own), STUCK_AFTER)
         assert is_there(held)
         assert is_there(older)
+        assert is_there(within)
         env.close()
 
 
@@ -234,11 +236,13 @@ def lose_an_engine(how: str, own: str, held: str, older: str) -> None:
 def test_shared_memory_that_only_killed_processes_use_is_unlinked_although_no_resource_tracker_knows_it(
     how: str,
 ) -> None:
-    """Not so what was there before the envs, such as data that the user has copied."""
+    """Not so what was there before the envs, such as data that the user has copied, and files in folders."""
     before = snapshot_resources()
-    own, held, older = own_name(), own_name(), own_name()
+    own, held, older, folder = own_name(), own_name(), own_name(), own_name()
     Path("/dev/shm", older).write_bytes(b"")
-    run("test_7_nothing_left_behind", "lose_an_engine", how, own, held, older)
+    Path("/dev/shm", folder).mkdir()
+    run("test_7_nothing_left_behind", "lose_an_engine", how, own, held, older, f"{folder}/data")
+    shutil.rmtree(Path("/dev/shm", folder))
     assert not is_there(own)
     Path("/dev/shm", older).unlink()
     Path("/dev/shm", held).unlink(missing_ok=True)
