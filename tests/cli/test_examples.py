@@ -205,7 +205,7 @@ def blocks(page: Path) -> list[str]:
 def test_the_line_that_the_readme_changes_does_the_same_as_before(tmp_path):
     readme = (ROOT / "README.md").read_text()
     old, new = re.search(r"^```diff\n-(.*)\n\+(.*)\n```", readme, re.MULTILINE).groups()
-    options = ", ".join(re.findall(r"add `(.*?)`", readme))
+    options = ", ".join(re.findall(r"`(\w+=multienv\..*?)`", readme))
     assert "Deadlines" in options
     assert "max_rss" in options
     lines = ["import gymnasium, multienv, numpy", "env_fns = [lambda: gymnasium.make('CartPole-v1')] * 2"]

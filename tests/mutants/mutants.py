@@ -284,7 +284,7 @@ MUTANTS = [
         "A replay is not compared with what the caller saw.",
         3,
         "recovery/recoverer.py",
-        "found = differences(plan.entries, replayed, codec.layout, exact=codec.exact, starts=starts)",
+        "found = differences(plan.entries, answered, codec.layout, exact=codec.exact, starts=starts)",
         "found = {}",
     ),
     Mutant(
@@ -597,8 +597,16 @@ MUTANTS = [
         "Time for which the trainer and a worker were stopped counts as the env's.",
         5,
         "recovery/pending.py",
-        "elif is_found and now > again + limit / _LOOKS:",
-        "elif False:",
+        "elif is_found and now > again + limit / _LOOKS and self._excused",
+        "elif False and self._excused",
+        ("tests/contract/test_auto_deadlines.py",),
+    ),
+    Mutant(
+        "A hang is excused as often as the trainer looks late.",
+        5,
+        "recovery/pending.py",
+        " and self._excused != (number, mark):",
+        ":",
         ("tests/contract/test_auto_deadlines.py",),
     ),
     Mutant(
