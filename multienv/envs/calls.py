@@ -57,7 +57,9 @@ def advice_after(name: str, mode: AutoresetMode) -> tuple[str, str]:
         return "Reset the failed envs again.", "The other envs are reset."
     if name != "rollout" and not name.startswith("step"):
         return "No episode has ended.", "The other envs have answered."
-    advice = "The next step() begins a new episode of each env that raised. If a process was lost, call reset()."
+    advice = (
+        "The next step() begins a new episode of each env that raised an error of its own; after any other, reset()."
+    )
     if mode is AutoresetMode.DISABLED:
         advice = "Reset the failed envs: reset(options={'reset_mask': mask})."
     return advice, "The episodes of the other envs go on."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy as copying
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -205,6 +206,17 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return False
 
     __reduce_ex__ = refuse_copy
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Warn of a subclass that overrides a half of a call, which the whole call does not use."""
+        super().__init_subclass__(**options)
+        for whole in ("step", "reset", "call"):
+            halves = {f"{whole}_async", f"{whole}_wait"} & vars(cls).keys()
+            if halves and whole not in vars(cls):
+                text = (
+                    f"{cls.__name__} overrides {min(halves)}(), which {whole}() does not call: override {whole}() too."
+                )
+                warnings.warn(text, stacklevel=2)
 
     # --- reset ------------------------------------------------------------------------------------
 

@@ -169,3 +169,11 @@ def test_halves(face):
             expect_same(ours.step_wait(timeout=60), theirs.step(1 - actions), step)
             ours.call_async("get_wrapper_attr", "length")
             expect_same(ours.call_wait(timeout=60), theirs.call("get_wrapper_attr", "length"))
+
+
+def test_a_subclass_that_overrides_a_half_alone_is_warned_of():
+    with pytest.warns(UserWarning, match=r"Scaled overrides step_wait\(\), which step\(\) does not call"):
+
+        class Scaled(SubprocessVectorEnv):
+            def step_wait(self, timeout=None):
+                return super().step_wait(timeout)
