@@ -23,8 +23,8 @@ SERIAL = {**ON_THE_CPU, "LP_NUM_THREADS": "0", "MESA_SHADER_CACHE_DISABLE": "tru
 THREADED = {**ON_THE_CPU, "LP_NUM_THREADS": "2"}
 
 
-def frames(first_seed: int | None = 0) -> gymnasium.Env[Any, Any]:
-    env = gymnasium.make(ENV, render_mode="rgb_array", width=32, height=32)
+def frames(first_seed: int | None = 0, size: int = 32) -> gymnasium.Env[Any, Any]:
+    env = gymnasium.make(ENV, render_mode="rgb_array", width=size, height=size)
     if first_seed is not None:
         env.reset(seed=first_seed)
     return AddRenderObservation(env, render_only=True)
@@ -75,7 +75,7 @@ def test_an_opengl_context_comes_back_from_a_snapshot_or_where_it_has_threads_by
 def test_a_camera_placed_by_a_reset_that_nobody_seeded_is_an_honest_truncation():
     restart = RestartPolicy(snapshots=False)
     variables = {"MUJOCO_GL": "egl"}
-    env_fn = partial(frames, None)
+    env_fn = partial(frames, None, size=128)  # of few pixels, another place of the camera may change none
     with SubprocessEnv(env_fn, worker_env=variables, restart=restart, reports="") as env:
         env.reset(seed=3)
         env.step(np.zeros(1, np.float32))
