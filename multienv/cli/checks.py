@@ -619,6 +619,8 @@ def leaks(patient: Patient) -> Row:
     patient.recycling = recycling
     advice = f"RestartPolicy({', '.join(recycling)}) replaces the process in time; its episode goes on."
     advice += " max_rss counts a worker: all its envs together." if "max_rss" in advice else ""
+    if patient.remembers:
+        advice += " What this env remembers across resets is lost with its process: later episodes may differ."
     return Row("note", f"each episode leaks: {', '.join(found)}", advice)
 
 

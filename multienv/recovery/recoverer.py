@@ -477,7 +477,7 @@ class Recoverer:
                 except Gone as gone:
                     sometimes("a replay ends its process")
                     self._let_go(channel)
-                    reason = self._count_death(progress, gone.replaying, gone)
+                    reason = self._count_death(progress, gone.replaying, gone, is_last=is_last)
                     if not reason and until is not None and time.monotonic() >= until:
                         reason = "its replay took too long (see Deadlines.recovery)"
                     if reason:
@@ -620,11 +620,17 @@ class Recoverer:
                 limits.append(reset if is_reset(entry.record[0], entry.request_payload) else call)
         return limits
 
-    def _count_death(self, progress: RecoveryProgress, request: int, gone: Gone) -> str:
-        """Count a death; return why this method is given up if too many died at this request, else ``""``."""
+    def _count_death(self, progress: RecoveryProgress, request: int, gone: Gone, *, is_last: bool = True) -> str:
+        """Count a death; return why this method is given up if too many died at this request, else ``""``.
+
+        If a shorter replay is left to try (not ``is_last``), deaths at all requests count together: an env that crashes
+        at random will hardly come to the end of a long one.
+        """
         outside = (request == _BUILDING or gone.fate.code in (None, -9)) and gone.cause != "hung"
         progress.deaths[request, outside] += 1
         deaths = progress.deaths[request, outside]
+        if not is_last and not outside:
+            deaths = sum(count for (_, was_outside), count in progress.deaths.items() if not was_outside)
         if deaths < (LOSSES if outside else self._policy.poison_after):
             return ""
         what = "while being built" if request == _BUILDING else f"while running request {request + 1} of its replay"

@@ -128,6 +128,23 @@ class HangsInLongReplays(CounterEnv):
         return super().step(action)
 
 
+class CrashesLater(CounterEnv):
+    """Ends each process but the first one in another of its steps: the 25th, the 27th, the 29th, ..."""
+
+    def __init__(self, builds: Path) -> None:
+        super().__init__(horizon=5, count_episodes=False)
+        with builds.open("ab") as file:
+            file.write(b".")
+            built = file.tell()
+        self.left = 1_000_000 if built == 1 else 20 + 2 * built
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            os._exit(3)
+        return super().step(action)
+
+
 class Leaking(CounterEnv):
     """Keeps 1 MiB of each step for ever, in its process."""
 

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from invariant_envs import HangsInLongReplays, Leaking
+from invariant_envs import CrashesLater, HangsInLongReplays, Leaking
 
 from kit import CounterEnv, NondeterministicEnv, SlowEnv, kill_worker
 from kit.replays import prefer_resets
@@ -149,6 +149,20 @@ def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monke
         recovery = play(env, 8, 5, killed_in=2)
     assert recovery.outcome == "replayed"
     assert recovery.replayed <= 2 * 6
+
+
+def test_a_replay_in_which_the_env_crashes_twice_is_given_up_for_a_shorter_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it crashes: an env that does so at random hardly comes to the end of a long one."""
+    monkeypatch.setattr(supervisor, "SHARE", math.inf)  # every reset is told of
+    with SubprocessEnv(
+        partial(CrashesLater, tmp_path / "builds"), restart=RestartPolicy(snapshots=False, backoff=0.0)
+    ) as env:
+        recovery = play(env, 12, 5, killed_in=2)
+    assert recovery.outcome == "replayed"
+    assert recovery.replayed <= 2 * 6
+    assert (tmp_path / "builds").stat().st_size == 1 + 2 + 1
 
 
 def test_large_requests_leave_a_start_in_the_journal() -> None:
