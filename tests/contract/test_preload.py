@@ -324,3 +324,23 @@ def test_a_worker_has_the_stdout_that_the_trainer_has_when_it_is_launched(slow: 
             os.dup2(stdout, 1)
             os.close(stdout)
     assert (tmp_path / "out").read_text() == "second\n"
+
+
+def test_what_a_module_changes_in_its_process_is_kept(slow: Slow, tmp_path: Path) -> None:
+    module = slow(f"import os, sys; os.environ['SET'] = 'yes'; sys.path.insert(0, '/set'); os.chdir({str(tmp_path)!r})")
+    with SubprocessEnv(ShowingEnv, preload=[module], worker_env={"TMPDIR": str(tmp_path)}, reports="") as env:
+        env.initialize()
+        assert env.call("show") == ("yes", "/set", str(tmp_path), str(tmp_path))
+
+
+class ShowingEnv(CounterEnv):
+    def show(self) -> tuple[str | None, str, str, str]:
+        return os.environ.get("SET"), sys.path[0], os.getcwd(), tempfile.gettempdir()
+
+
+def test_a_module_that_leaves_one_file_open_is_not_preloaded(slow: Slow, capfd: pytest.CaptureFixture[str]) -> None:
+    module = slow("FILE = open(os.devnull)")
+    with SubprocessEnv(CounterEnv, preload=[module], reports="") as env:
+        env.initialize()
+        time.sleep(0.1)
+    assert "has left an open file (/dev/null)" in capfd.readouterr().err
