@@ -379,10 +379,11 @@ if hasattr(os, "register_at_fork"):
 def _temporary_folder() -> str:
     """Return the path of the folder that a monitor makes for its workers; ``""`` where there is no place for one.
 
-    It is short: the path of a socket has at most 107 bytes.
+    The path of a socket has at most 107 bytes, and that of a multiprocessing.Manager has 33 after its folder's.
     """
     with contextlib.suppress(OSError):
-        return f"{tempfile.gettempdir()}/multienv-{secrets.token_hex(4)}"
+        folder = f"{tempfile.gettempdir()}/multienv-{secrets.token_hex(4)}"
+        return folder if len(os.fsencode(folder)) < 70 else ""
     return ""
 
 

@@ -179,10 +179,18 @@ def unlink_unused(path: str) -> bool:
 
 def remove_folder(folder: str) -> None:
     """Remove a folder with all that is in it; no link is followed, and a folder in which something is mounted stays."""
+    real = os.path.realpath(folder)
     with contextlib.suppress(OSError):
-        if folder.replace(" ", r"\040") + "/" in Path("/proc/self/mountinfo").read_text():
-            return
+        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+            mounted = line.split(" ")[4].replace(r"\040", " ")
+            if mounted == real or mounted.startswith(f"{real}/"):
+                return
     shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):  # some folder in it cannot be written to
+        for inside, _, _ in os.walk(folder):
+            with contextlib.suppress(OSError):
+                Path(inside).chmod(0o700)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_descriptors() -> set[int]:

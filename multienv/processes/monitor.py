@@ -282,7 +282,8 @@ class Monitor:
         elif order.operation == WAKE:
             self._wake(self._take_kept(order.token), descriptors)
         elif order.operation == PRELOAD:
-            self._templates[order.token] = Template(descriptors, order.title, self._folder)
+            own_folder = made(self._folder and f"{self._folder}/preload{order.token}")
+            self._templates[order.token] = Template(descriptors, order.title, self._folder, own_folder)
         else:
             close_all(descriptors)
             if order.operation == FREE:
@@ -365,6 +366,7 @@ class Monitor:
         """Remove the folders of workers that have ended and have left no snapshot."""
         known = {*self._workers.values(), *self._bereaved}
         used = {one.folder for one in known} | {one.folder for one in self._kept.values()}
+        used |= {template.own_folder for template in self._templates.values()}
         with contextlib.suppress(OSError):
             for folder in [f"{self._folder}/{name}" for name in os.listdir(self._folder)]:
                 if folder not in used:

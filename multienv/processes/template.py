@@ -51,6 +51,7 @@ class Template:
         descriptors: One, of a file that says what to import: names, surroundings and seconds, pickled.
         title: The names.
         folder: Holds the folders of workers for temporary files; ``""``: there is none.
+        own_folder: For the temporary files of the imports; ``""``: the trainer's.
 
     Attributes:
         pid: Of the process; 0: there is none.
@@ -59,9 +60,9 @@ class Template:
         waiting: Launches that wait until the import is done, with their descriptors.
     """
 
-    def __init__(self, descriptors: list[int], title: str, folder: str) -> None:
+    def __init__(self, descriptors: list[int], title: str, folder: str, own_folder: str) -> None:
         self._title, self._folder, self._told = title, folder, b""
-        self.pid, self.is_ready, self.refusal = 0, False, ""
+        self.pid, self.is_ready, self.refusal, self.own_folder = 0, False, "", own_folder
         self.waiting: list[tuple[Order, list[int]]] = []
         self._channel: socket.socket | None = None
         self._wish = b""
@@ -76,7 +77,7 @@ class Template:
         try:
             pid = os.fork()
             if pid == 0:
-                _serve(theirs, monitor, self._wish, self._folder)
+                _serve(theirs, monitor, self._wish, self._folder, self.own_folder)
         except OSError:
             ours.close()
             raise
@@ -157,11 +158,13 @@ def _words(code: int) -> str:
 # --- in the process -------------------------------------------------------------------------------
 
 
-def _serve(channel: socket.socket, monitor: int, wish: bytes, folder: str) -> NoReturn:
+def _serve(channel: socket.socket, monitor: int, wish: bytes, folder: str, own_folder: str) -> NoReturn:
     """Import, tell the monitor what came of it, then fork a worker for each order."""
     try:
         part_from_monitor(monitor, [channel.fileno()])
         worker_main.set_title("multienv preload")
+        if own_folder:
+            os.environ["TMPDIR"] = own_folder
         refusal = _import(*pickle.loads(wish))
         worker_main.take_signals()  # a module may have set others
         channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _READY)
@@ -182,12 +185,12 @@ def _import(names: Sequence[str], setting: Setting, seconds: float | None) -> st
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
     worker_main.take_surroundings(setting)
-    before = open_descriptors()
+    before = {descriptor for descriptor in open_descriptors() if is_open(descriptor)}  # not that of the list itself
     for name in names:
         try:
             importlib.import_module(name)
         except BaseException as error:
-            return f"importing {name} raised {type(error).__name__}: {error}"
+            return f"importing {name} raised {type(error).__name__}: {error}".rstrip(": ")
         left = _left(before)
         if left:
             return f"importing {name} has left {left}, which a fork would share or lose"
@@ -200,6 +203,15 @@ def _import(names: Sequence[str], setting: Setting, seconds: float | None) -> st
     gc.collect()
     gc.freeze()  # as in the monitor
     return ""
+
+
+def is_open(descriptor: int) -> bool:
+    """Tell whether this process has this descriptor."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _left(before: set[int]) -> str:

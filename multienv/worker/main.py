@@ -321,11 +321,21 @@ def _apply_setting(build: Build, snapshots: Snapshots) -> None:
     if setting is None:
         return
     stand_in(setting.main)
-    take_surroundings(setting)
+    tempfile.tempdir = None  # it may have been worked out before
+    if not _has_surroundings:
+        take_surroundings(setting)
+    elif "TMPDIR" in setting.variables:  # else it is the folder that the monitor has made
+        os.environ["TMPDIR"] = setting.variables["TMPDIR"]
+
+
+# Whether this process was forked from a template, which has them, and whose imports may have changed them since.
+_has_surroundings = False
 
 
 def take_surroundings(setting: Setting) -> None:
     """Set arguments, and on the trainer's machine import path, working directory, limits and environment."""
+    global _has_surroundings
+    _has_surroundings = True
     multiprocessing.current_process().authkey = setting.authkey
     sys.argv[:] = setting.arguments
     if setting.environment is None:  # on another machine
@@ -340,7 +350,6 @@ def take_surroundings(setting: Setting) -> None:
     mark, folder = ({name: os.environ[name]} if name in os.environ else {} for name in (MARK_VARIABLE, "TMPDIR"))
     os.environ.clear()
     os.environ.update({**setting.environment, **folder, **setting.variables, **mark})
-    tempfile.tempdir = None  # it may have been worked out before
 
 
 def set_title(title: str) -> None:
