@@ -103,7 +103,7 @@ def method_of(context: Any) -> str:
 
 
 class Preload:
-    """What some workers are to have imported when they are forked: see the module ``template``.
+    """Names what workers have imported when they are forked: see the module ``template``.
 
     The monitor keeps a process for it until nothing refers to this object.
 
@@ -116,13 +116,13 @@ class Preload:
     def __init__(self, names: Sequence[str], setting: Setting, seconds: float | None) -> None:
         self.token = next(_tokens)
         self._names = tuple(names)
-        self._wish = pickle.dumps((self._names, setting, seconds))
+        self._imports = pickle.dumps((self._names, setting, seconds))
 
     def tell(self, client: MonitorClient) -> None:
         """Tell the monitor what to import when the first of these workers is launched. Raises OSError."""
         descriptor = anonymous_file()
         try:
-            os.pwrite(descriptor, self._wish, 0)
+            os.pwrite(descriptor, self._imports, 0)
             client.send(Order(PRELOAD, token=self.token, title=", ".join(self._names)), [descriptor])
         finally:
             os.close(descriptor)

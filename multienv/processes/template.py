@@ -1,4 +1,4 @@
-"""A process that has imported what envs need, and is forked for each worker that needs it.
+"""Keep a process that has imported what envs need, and fork it for each worker that needs that.
 
 It is a child of the monitor, so an import that crashes, hangs, or starts threads harms no other process. A template
 that cannot be forked safely is not used, and workers import for themselves, as without it. Workers are children of the
@@ -45,7 +45,7 @@ _SHARED_MAPPING = re.compile(rb" .w.s ")
 
 
 class Template:
-    """The monitor's view of a template.
+    """Holds what the monitor knows of a template.
 
     Args:
         descriptors: One, of a file that says what to import: names, surroundings and seconds, pickled.
@@ -65,9 +65,9 @@ class Template:
         self.pid, self.is_ready, self.refusal, self.own_folder = 0, False, "", own_folder
         self.waiting: list[tuple[Order, list[int]]] = []
         self._channel: socket.socket | None = None
-        self._wish = b""
+        self._imports = b""
         for descriptor in descriptors:
-            self._wish = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+            self._imports = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         close_all(descriptors)
 
     def begin(self) -> None:
@@ -77,7 +77,7 @@ class Template:
         try:
             pid = os.fork()
             if pid == 0:
-                _serve(theirs, monitor, self._wish, self._folder, self.own_folder)
+                _serve(theirs, monitor, self._imports, self._folder, self.own_folder)
         except OSError:
             ours.close()
             raise
@@ -158,14 +158,14 @@ def _words(code: int) -> str:
 # --- in the process -------------------------------------------------------------------------------
 
 
-def _serve(channel: socket.socket, monitor: int, wish: bytes, folder: str, own_folder: str) -> NoReturn:
+def _serve(channel: socket.socket, monitor: int, imports: bytes, folder: str, own_folder: str) -> NoReturn:
     """Import, tell the monitor what came of it, then fork a worker for each order."""
     try:
         part_from_monitor(monitor, [channel.fileno()])
         worker_main.set_title("multienv preload")
         if own_folder:
             os.environ["TMPDIR"] = own_folder
-        refusal = _import(*pickle.loads(wish))
+        refusal = _import(*pickle.loads(imports))
         worker_main.take_signals()  # a module may have set others
         channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _READY)
         while not refusal:
@@ -185,7 +185,7 @@ def _import(names: Sequence[str], setting: Setting, seconds: float | None) -> st
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
     worker_main.take_surroundings(setting)
-    before = {descriptor for descriptor in open_descriptors() if is_open(descriptor)}  # not that of the list itself
+    before = {descriptor for descriptor in open_descriptors() if _is_open(descriptor)}  # not that of the list itself
     for name in names:
         try:
             importlib.import_module(name)
@@ -205,7 +205,7 @@ def _import(names: Sequence[str], setting: Setting, seconds: float | None) -> st
     return ""
 
 
-def is_open(descriptor: int) -> bool:
+def _is_open(descriptor: int) -> bool:
     """Tell whether this process has this descriptor."""
     try:
         os.fstat(descriptor)

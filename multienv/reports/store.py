@@ -139,7 +139,7 @@ class Writing(threading.Thread):
 
     def run(self) -> None:
         """Write the report; what prevents that is logged, once for each directory."""
-        time.sleep(self._delay)
+        time.sleep(self._delay)  # the recovery, which the caller waits for, has the cores first
         directory = self._path.parent
         try:
             write(self._path, *self._compose())
