@@ -1122,6 +1122,27 @@ take(PyObject *module, PyObject *args)
     return outcome == FAILED ? NULL : PyBool_FromLong(is_left);
 }
 
+PyDoc_STRVAR(answered_of_doc, "answered_of(asked)\n--\n\n\
+Do what processes.watch.answered_of does.");
+
+static PyObject *
+answered_of(PyObject *module, PyObject *asked)
+{
+    PyObject *found = PyDict_Check(asked) ? PyList_New(0) : PyErr_Format(PyExc_TypeError, "not a dict");
+    PyObject *member, *value;
+    Py_ssize_t place = 0;
+    while (found != NULL && PyDict_Next(asked, &place, &member, &value)) {
+        PyObject *words, *number;
+        if (!PyArg_ParseTuple(value, "O!O", &WordsType, &words, &number)) {
+            Py_CLEAR(found);
+        } else if (atomic_load(&((Words *)words)->words[REPLY]) == PyLong_AsLongLong(number) &&
+                   PyList_Append(found, member) < 0) {
+            Py_CLEAR(found);
+        }
+    }
+    return found;
+}
+
 PyDoc_STRVAR(follow_doc, "follow(reference)\n--\n\n\
 Take constants from the names of recovery.hot_path; false if those of another copy of it are taken already.");
 
@@ -1766,6 +1787,7 @@ write_digests(PyObject *module, PyObject *const *args, Py_ssize_t count)
 static PyMethodDef methods[] = {
     {"ask", ask, METH_VARARGS, ask_doc},
     {"take", take, METH_VARARGS, take_doc},
+    {"answered_of", answered_of, METH_O, answered_of_doc},
     {"follow", follow, METH_O, follow_doc},
     {"serve", serve, METH_VARARGS, serve_doc},
     {"write_digests", (PyCFunction)(void (*)(void))write_digests, METH_FASTCALL, write_digests_doc},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
@@ -34,6 +35,12 @@ class NamedRequest(NamedTuple):
     content: Any
 
 
+def named(name: str, contents: Mapping[int, Any]) -> dict[int, NamedRequest]:
+    """Return requests of one name, given the content of each."""
+    made = map(partial(tuple.__new__, NamedRequest), zip(repeat(name), contents.values(), strict=False))
+    return dict(zip(contents, made, strict=True))
+
+
 class Result(NamedTuple):
     """Holds the outcome of a request to one env in an endless round.
 
@@ -46,6 +53,15 @@ class Result(NamedTuple):
     name: str
     answer: Any
     error: BaseException | None
+
+
+def results_of(current: Endless) -> dict[int, Result]:
+    """Return what came of the requests that are answered, by member."""
+    answers, requests, failures = current.answers, current.requests, current.failures
+    names = [requests[member][0] for member in answers]
+    errors = map(failures.get, answers) if failures else repeat(None)
+    made = map(partial(tuple.__new__, Result), zip(names, answers.values(), errors, strict=False))
+    return dict(zip(answers, made, strict=True))
 
 
 class Endless:
@@ -113,12 +129,10 @@ class Endless:
 
     def forget(self, members: Iterable[int]) -> None:
         """Forget these members: they are not asked, or what came of it is noted elsewhere. Again does nothing."""
+        kept = [self.requests, self.answers, *filter(None, (self.failures, self.endings))]
         for member in members:
-            self.requests.pop(member, None)
-            self.answers.pop(member, None)
-            if self.failures or self.endings:
-                self.failures.pop(member, None)
-                self.endings.pop(member, None)
+            for one in kept:
+                one.pop(member, None)
 
     def take_back(self) -> bool:
         """Forget the requests of the members that are being asked."""
@@ -153,24 +167,21 @@ class Endless:
             requests: Member → its request.
             contents: If all are steps, their actions once more, in the same order, in the form that is sent fastest.
         """
-        watch, supervisors = self._watch, members.supervisors
-        self.sending = tuple(requests)
+        self.sending = plain = list(requests)
         self.requests.update(requests)
-        plain: list[int] = []
-        for member, request in requests.items():
-            if member in members.blocking:
-                members.note(self, member, partial(members.blocking[member], *request))
-            elif request.name == "step" and type(request.content) is not InThread:
-                supervisor = supervisors[member]
-                if not watch.add(member, supervisor.channel, supervisor.position.number + 1):
-                    self._look_now.add(member)
-                plain.append(member)
-            else:
-                self._look_now.add(member)
-                members.send(self, member)
-        asked, done, count = [supervisors[member] for member in plain], 0, len(plain)
-        if contents is None or count < len(requests):
+        if contents is None or members.blocking:
+            plain = [member for member, request in requests.items() if self._is_plain(members, member, request)]
             contents = [requests[member].content for member in plain]
+            for member in requests.keys() - set(plain):
+                if member in members.blocking:
+                    members.note(self, member, partial(members.blocking[member], *requests[member]))
+                else:
+                    self._look_now.add(member)
+                    members.send(self, member)
+        asked = [members.supervisors[member] for member in plain]
+        lines = [(member, one.channel, one.position.number + 1) for member, one in zip(plain, asked, strict=True)]
+        self._look_now.update(self._watch.add(lines))
+        done, count = 0, len(plain)
         while done < count:
             done += hot_path.ask(asked, range(done, count), contents, STEPPING_ASYNC, members.me)
             if done < count:
@@ -182,15 +193,22 @@ class Endless:
         if self.tasks:
             members.start(self)
 
-    def take(self, members: Members, until: float) -> None:
+    def _is_plain(self, members: Members, member: int, request: NamedRequest) -> bool:
+        """Tell whether a request is a step that the hot path may ask for."""
+        return request.name == "step" and member not in members.blocking and type(request.content) is not InThread
+
+    def take(self, members: Members, until: float) -> bool:
         """Take what has come; if nothing has, wait for something.
 
         Args:
             members: The members.
             until: When to give up, by ``time.monotonic()``. It may return earlier, with nothing taken.
+
+        Returns:
+            Whether all that has come is plain answers to steps.
         """
         try:
-            self._take_answered(members, *self._come(members, until))
+            return self._take_answered(members, *self._come(members, until))
         except BaseException:
             self._look_at = 0.0  # a wake byte may have been read in vain
             raise
@@ -206,7 +224,8 @@ class Endless:
         if self._watch.has_waited:  # else an answer may have lain there while the trainer was elsewhere
             for member in self._slow.intersection(answered):
                 members.supervisors[member].note_time()
-        self._slow.difference_update(answered)
+        if self._slow:
+            self._slow.difference_update(answered)
         return answered, others + ended
 
     def _overdue(self, members: Members, now: float, *, goes_over_all: bool) -> list[int]:
@@ -220,7 +239,7 @@ class Endless:
             if waited is None:
                 heard.append(member)
                 continue
-            self._watch.add(member, *waited[:2])
+            self._watch.add([(member, *waited[:2])])
             if waited[0].answered(waited[1]):
                 heard.append(member)
             elif now < waited[2]:
@@ -232,23 +251,26 @@ class Endless:
         self._look_at = wake if goes_over_all else min(wake, self._look_at)
         return heard
 
-    def _take_answered(self, members: Members, answered: list[int], others: list[int]) -> None:
-        """Take the answers of some members, the plain ones together."""
-        answered = [member for member in answered if self.misses(member) and member not in self.tasks]
+    def _take_answered(self, members: Members, answered: list[int], others: list[int]) -> bool:
+        """Take the answers of some members, the plain ones together; return whether all are plain."""
+        asked, known, tasks = self.requests, self.answers, self.tasks
+        answered = [one for one in answered if one in asked and one not in known and one not in tasks]
         if self.endings:  # that is the reset after it, and what it comes to is told of both together
             others += [member for member in answered if member in self.endings]
             answered = [member for member in answered if member not in self.endings]
         if answered:
             answers: list[Any] = [MISSING] * len(answered)
             supervisors = [members.supervisors[member] for member in answered]
-            hot_path.take(supervisors, range(len(answered)), answers, STEPPING_ASYNC, members.leaves_ends)
-            for member, answer in zip(answered, answers, strict=True):
-                if answer is MISSING:
-                    others.append(member)
-                else:
-                    self.answers[member] = answer
-        self._untold.update(others)
-        members.collect(self, dict.fromkeys(others))
+            if hot_path.take(supervisors, range(len(answered)), answers, STEPPING_ASYNC, members.leaves_ends):
+                found = [*zip(answered, answers, strict=True)]
+                others += [member for member, answer in found if answer is MISSING]
+                known.update([one for one in found if one[1] is not MISSING])
+            else:
+                known.update(zip(answered, answers, strict=True))
+        if others:
+            self._untold.update(others)
+            members.collect(self, dict.fromkeys(others))
+        return not others
 
     def call_hooks(self, members: Members) -> None:
         """Call the hooks with what happened meanwhile to members that have answered."""

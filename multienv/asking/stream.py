@@ -19,10 +19,11 @@ from itertools import islice
 from math import inf
 from threading import get_ident
 from time import monotonic
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from multienv import interrupts
-from multienv.asking.endless import Endless, NamedRequest, Result
+from multienv.asking.endless import Endless, NamedRequest, Result, named, results_of
 from multienv.asking.fanout import FanOut, Round
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
@@ -47,10 +48,24 @@ class Sharing(Protocol):
     def envs(self, member: int, request: NamedRequest) -> Iterable[int]:
         """Return the envs of a member that a request concerns."""
 
-    def results(
-        self, member: int, request: NamedRequest, answer: Any, failure: BaseException | None
-    ) -> Iterable[tuple[int, Result]]:
-        """Return what came of a request for each of its envs, whatever the member is asked from now on."""
+    def results(self, current: Endless) -> dict[int, Result]:
+        """Return what came of the requests that are answered, by env, whatever their members are asked from now on."""
+
+
+class Taken(NamedTuple):
+    """Holds what has come of the requests to some envs.
+
+    Attributes:
+        envs: Which, in the order in which it came.
+        answers: One for each of them.
+        resets: Those that were reset.
+        errors: Env → what was raised.
+    """
+
+    envs: list[int]
+    answers: list[Any]
+    resets: Collection[int] = ()
+    errors: Mapping[int, BaseException] = MappingProxyType({})
 
 
 class OneEach:
@@ -77,11 +92,9 @@ class OneEach:
         """Return the env."""
         return (member,)
 
-    def results(
-        self, member: int, request: NamedRequest, answer: Any, failure: BaseException | None
-    ) -> Iterable[tuple[int, Result]]:
-        """Return what came of the request."""
-        return ((member, Result(request.name, answer, failure)),)
+    def results(self, current: Endless) -> dict[int, Result]:
+        """Return what came of the requests that are answered."""
+        return results_of(current)
 
 
 class Stream:
@@ -146,10 +159,9 @@ class Stream:
         self._carry_out()
         self.count_seconds()
         is_all = not self._due
-        self.decided = partial(
-            Stream._note_given, requests={env: NamedRequest(name, one) for env, one in requests.items()}
-        )
-        self._ask(parts if is_all and not self._sharing.is_shared else None)
+        given = named(name, requests)
+        self.decided = partial(Stream._note_given, requests=given)
+        self._ask(given if is_all and parts is not None and not self._sharing.is_shared else None, parts)
 
     def take(self, until: float = -inf) -> None:
         """Note what has come as ready; if nothing has, wait for something, by ``time.monotonic()`` until then."""
@@ -158,8 +170,10 @@ class Stream:
             self._round().take(self._fan.members, until)
             self._note()
 
-    def first(self, count: int | None, at_most: int | None, timeout: float | None) -> list[int]:
-        """Wait until so many envs are ready, and return those that were so first; the caller does not have them yet.
+    def first(self, count: int | None, at_most: int | None, timeout: float | None) -> Taken:
+        """Wait until so many envs are ready, and return what has come of those that were so first.
+
+        The caller does not have them yet.
 
         Args:
             count: How many; ``None``: all whose result can come.
@@ -172,7 +186,7 @@ class Stream:
         """
         check_seconds("timeout", timeout, zero=True)
         for name, value in (("k", count), ("at_most", at_most)):
-            if value is not None and (integer(value) or 0) < 1:
+            if value is not None and ((value if type(value) is int else integer(value)) or 0) < 1:
                 raise UsageError(f"recv(): {name} is {value!r:.100}; give an integer of at least 1, or None.")
         if count is not None and at_most is not None and at_most < count:
             raise UsageError(f"recv(): at_most={at_most} is less than k={count}.")
@@ -181,7 +195,9 @@ class Stream:
         wanted = self._coming(count)
         most = wanted if at_most is None else at_most
         if len(self._ready) < most:
-            self.take()
+            taken = self._look(wanted, most)
+            if taken is not None:
+                return taken
         while len(self._ready) < wanted:
             if monotonic() >= until:
                 if self._ready:
@@ -191,7 +207,21 @@ class Stream:
             began = monotonic()
             self.take(until)
             self.seconds[0] += monotonic() - began
-        return list(islice(self._ready, most))
+        envs = list(islice(self._ready, most))
+        results = [self._ready[env] for env in envs]
+        resets = [env for env, one in zip(envs, results, strict=True) if one.name == "reset"]
+        errors = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
+        return Taken(envs, [one.answer for one in results], resets, errors)
+
+    def _look(self, wanted: int, most: int) -> Taken | None:
+        """Note what has come as ready, without a wait; if it is all that the caller gets, and plain, return it."""
+        current = self._round()
+        is_first = not (self._ready or current.answers or self._sharing.is_shared)
+        is_plain = current.take(self._fan.members, -inf)
+        if is_first and is_plain and wanted <= len(current.answers) <= most:
+            return Taken(list(current.answers), list(current.answers.values()))
+        self._note()
+        return None
 
     def _coming(self, count: int | None) -> int:
         """Return how many to wait for. Raises UsageError if the results of so many cannot come."""
@@ -220,9 +250,9 @@ class Stream:
 
     def refuse_busy(self, name: str, envs: Iterable[int]) -> None:
         """Raise CallPendingError if some of these envs are under way."""
-        given, ready = self.given, self.ready
-        busy = [env for env in envs if env in given or env in ready]
-        if busy:
+        given, ready = self.given, self._ready
+        if not given.keys().isdisjoint(envs) or not ready.keys().isdisjoint(envs):
+            busy = [env for env in envs if env in given or env in ready]
             raise CallPendingError(
                 f"{name}(): envs {busy} are under way; recv() gives their results first. Nothing was sent.", "send"
             )
@@ -280,35 +310,50 @@ class Stream:
 
     def _note_given(self, requests: Mapping[int, NamedRequest]) -> None:
         self._given.update(requests)
-        self._due.update(dict.fromkeys(map(self._sharing.member, requests)))
+        members = map(self._sharing.member, requests) if self._sharing.is_shared else requests
+        self._due.update(dict.fromkeys(members))
 
     def _note_ready(self, members: AbstractSet[int], ready: Mapping[int, Result]) -> None:
         self._ready.update(ready)
+        given = self._given
         for env in ready:
-            self._given.pop(env, None)
+            given.pop(env, None)
         self._round().forget(members)
         if self._sharing.is_shared or not members <= ready.keys():
             self._due.update(dict.fromkeys(members))
 
     def _note_handed_over(self, envs: Collection[int]) -> None:
+        ready, given = self._ready, self._given
         for env in envs:
-            self._ready.pop(env, None)
+            if ready.pop(env, None) is None:  # plain, and never noted as ready
+                given.pop(env, None)
+        current = self._fan.members.asked
+        if isinstance(current, Endless) and not self._sharing.is_shared:
+            current.forget(envs)
 
     # --- members ------------------------------------------------------------------------------------
 
-    def _ask(self, parts: Sequence[Any] | None = None) -> None:
-        """Ask the members that are free and for which there is something to ask. Again does nothing."""
+    def _ask(self, steps: Mapping[int, NamedRequest] | None = None, parts: Sequence[Any] | None = None) -> None:
+        """Ask the members that are free and for which there is something to ask. Again does nothing.
+
+        Args:
+            steps: All that there is to ask, if it is steps of envs that share no member; ``None``: it is to be found.
+            parts: The actions of these once more.
+        """
         self._carry_out()
         if not self._due:
             return
-        asked, due, given = self._round().requests, self._sharing.due, self._given
-        requests = {
-            member: request
-            for member in self._due
-            if member not in asked and (request := due(member, given)) is not None
-        }
-        if requests:
-            self._round().send(self._fan.members, requests, parts if len(requests) == len(self._due) else None)
+        if steps is not None:
+            self._round().send(self._fan.members, steps, parts)
+        else:
+            asked, due, given = self._round().requests, self._sharing.due, self._given
+            requests = {
+                member: request
+                for member in self._due
+                if member not in asked and (request := due(member, given)) is not None
+            }
+            if requests:
+                self._round().send(self._fan.members, requests)
         self._due.clear()
 
     def _note(self) -> bool:
@@ -317,12 +362,7 @@ class Stream:
         current = self._round()
         if not current.answers:
             return False
-        results, requests, failures = self._sharing.results, current.requests, current.failures
-        ready = {
-            env: one
-            for member, answer in current.answers.items()
-            for env, one in results(member, requests[member], answer, failures.get(member))
-        }
+        ready = self._sharing.results(current)
         self.count_seconds()
         self.decided = partial(Stream._note_ready, members=set(current.answers), ready=ready)
         self._carry_out()

@@ -293,7 +293,8 @@ class MultiEnv:
         chosen = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
         self._check_actions(actions, len(chosen), "send()")
         stream.refuse_busy("send", chosen)
-        stream.give("step", dict(zip(chosen, own_copy(list(actions), "send()"), strict=True)))
+        own = own_copy(list(actions), "send()")
+        stream.give("step", dict(zip(chosen, own, strict=True)), own)
 
     def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the first ``k`` envs that are ready, among the envs that got an action or a reset.
@@ -325,22 +326,20 @@ class MultiEnv:
             stream.reader = 0
 
     def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> tuple[Any, ...]:
-        chosen = stream.first(k, at_most, timeout)
+        envs, answers, resets, errors = stream.first(k, at_most, timeout)
         self._refuse_if_closed("recv()")
-        ready = {index: stream.ready[index] for index in chosen}
-        outcomes = {
-            index: joined(None, one.answer) if one.name == "reset" and one.error is None else one.answer
-            for index, one in ready.items()
-        }
-        failures = {index: one.error for index, one in ready.items() if one.error is not None}
+        if resets:
+            begun = set(resets) - errors.keys()
+            answers = [joined(None, one) if env in begun else one for env, one in zip(envs, answers, strict=True)]
         stream.call_hooks()
-        if failures:
+        if errors:
+            outcomes = dict(zip(envs, answers, strict=True))
             results = [outcomes.get(index) for index in range(self.num_envs)]
-            error = EnvsFailedError.collect("recv()", failures, results, *advice_after("step", self.autoreset_mode))
-            stream.hand_over(chosen)
+            error = EnvsFailedError.collect("recv()", errors, results, *advice_after("step", self.autoreset_mode))
+            stream.hand_over(envs)
             raise error
-        lists = (*map(list, zip(*outcomes.values(), strict=True)), chosen)
-        stream.hand_over(chosen)
+        lists = (*map(list, zip(*answers, strict=True)), envs)
+        stream.hand_over(envs)
         return lists
 
     # --- anything else ----------------------------------------------------------------------------

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import select
+from collections.abc import Iterable
 from time import monotonic
 from typing import Any
 
 from multienv.interrupts import interruptible
+from multienv.native import native
 from multienv.processes.channel import FIRST_SLEEP_SECONDS, SPIN_SECONDS, SPINS, Channel, give_way
 from multienv.threads import Bell
 from multienv.wire.segment import REPLY, TRAINER_SLEEPS
 
-# So many workers are looked at one by one, which is the fastest way; others send a wake byte with each answer.
-_FEW = 64
 _MOST = 256  # events that one look at the descriptors returns
 
 
-class Watch:
-    """Watches workers that were asked: the words of a few, and the descriptors of all, in one epoll or poll.
+def answered_of(asked: dict[int, tuple[Any, int]]) -> list[int]:
+    """Return the members that have answered.
 
-    A worker sends a wake byte with its answer if its word says that the trainer sleeps. Before the trainer sleeps it
-    says so to the few; to any other worker it does before it is asked, and for good.
+    Args:
+        asked: Member → words of its worker, and number of its request.
+    """
+    return [member for member, (words, number) in asked.items() if words[REPLY] == number]
+
+
+if native is not None:  # the same in native code
+    answered_of = native.answered_of
+
+
+class Watch:
+    """Watches workers that were asked: the words of some, and the descriptors of all, in one epoll or poll.
+
+    The words of those that were asked since the trainer last slept are looked at. Before the trainer sleeps it writes
+    into these words that it does: each of these workers sends a wake byte with its answer. It goes on to do so until it
+    has answered. So however many workers there are, each costs one store for a sleep.
 
     Args:
         bell: Ends a wait when it is rung.
@@ -38,36 +52,32 @@ class Watch:
         self._channels: dict[int, Channel] = {}
         self._descriptors: dict[int, tuple[int, ...]] = {}
         self._members: dict[int, int] = {}  # descriptor → member
-        self._few: dict[int, tuple[Any, int]] = {}  # member → words, and number of its request
-        self._many: dict[int, tuple[Any, int]] = {}  # the same for those that send wake bytes
+        self._quiet: dict[int, tuple[Any, int]] = {}  # member → words, and number of its request
+        self._waking: dict[int, tuple[Any, int]] = {}  # the same for those that send wake bytes
 
-    def add(self, member: int, channel: Channel | None, number: int) -> bool:
-        """Watch a member that is asked now.
+    def add(self, asked: Iterable[tuple[int, Channel | None, int]]) -> list[int]:
+        """Watch members that are asked now.
 
         Args:
-            member: The member.
-            channel: To its process; ``None``: it has none.
-            number: Of the request.
+            asked: Of each: the member; the channel to its process, ``None``: it has none; and the number of its
+                request.
 
         Returns:
-            Whether it will be heard; else somebody has to look after it.
+            The members that will not be heard: somebody has to look after them.
         """
-        if channel is None:
-            return False
-        if self._channels.get(member) is not channel:
-            self._register(member, channel)
-        if not self._descriptors[member]:
-            return False
-        words = channel.segment.words
-        if len(self._few) < _FEW and not self._sleeps:  # else a signal handler asks
-            self._many.pop(member, None)
-            self._few[member] = words, number
-            words[TRAINER_SLEEPS] = 0
-        else:
-            self._few.pop(member, None)
-            self._many[member] = words, number
-            words[TRAINER_SLEEPS] = 1
-        return True
+        unheard, sleeps, known = [], self._sleeps, self._channels
+        here, there = (self._waking, self._quiet) if sleeps else (self._quiet, self._waking)  # else a handler asks
+        for member, channel, number in asked:
+            if channel is not None and known.get(member) is not channel:
+                self._register(member, channel)
+            if channel is None or not self._descriptors[member]:
+                unheard.append(member)
+                continue
+            words = channel.segment.words
+            there.pop(member, None)
+            here[member] = words, number
+            words[TRAINER_SLEEPS] = sleeps
+        return unheard
 
     def _register(self, member: int, channel: Channel) -> None:
         self.remove(member)
@@ -81,8 +91,8 @@ class Watch:
 
     def remove(self, member: int) -> None:
         """Watch a member no more, until it is asked again."""
-        self._few.pop(member, None)
-        self._many.pop(member, None)
+        self._quiet.pop(member, None)
+        self._waking.pop(member, None)
         self._channels.pop(member, None)
         for descriptor in self._descriptors.get(member, ()):
             if self._members.get(descriptor) == member:  # else it was closed, and another one has this number now
@@ -102,15 +112,16 @@ class Watch:
         """
         ended: list[int] = []
         self.has_waited = self._sleeps = False
+        give_way()  # workers on the trainer's core would else wait until it sleeps, and take it for crowded
         answered = self._look()
-        if looks_for_ends or self._many or not answered:
+        if looks_for_ends or self._waking or not answered:
             answered += self._read(0.0, ended)
         if answered or ended or until <= (now := monotonic()):
             return answered, ended
         self.has_waited, asleep_at = True, now + SPIN_SECONDS
         for _ in range(SPINS):
             give_way()
-            answered = self._look() or (self._read(0.0, ended) if self._many else [])
+            answered = self._look() or (self._read(0.0, ended) if self._waking else [])
             if answered or ended:
                 return answered, ended
             if monotonic() > asleep_at:
@@ -119,31 +130,31 @@ class Watch:
 
     def _sleep(self, until: float, ended: list[int]) -> list[int]:
         """Have all workers send wake bytes, and wait; return who has answered, and note who has ended."""
-        self._sleeps, few = True, list(self._few.items())
-        self._many.update(few)
-        for _, (words, _number) in few:
+        self._sleeps, quiet = True, dict(self._quiet)
+        self._waking.update(quiet)
+        for words, _ in quiet.values():
             words[TRAINER_SLEEPS] = 1
-        self._few.clear()
+        self._quiet.clear()
         for seconds in (0.0, FIRST_SLEEP_SECONDS):  # until then a worker may not have seen that the trainer sleeps
             answered = self._read(min(seconds, until - monotonic()), ended)
             if answered or ended:
                 return answered
-            answered = [member for member, (words, number) in few if words[REPLY] == number]
+            answered = answered_of(quiet)
             for member in answered:
-                self._many.pop(member, None)
+                self._waking.pop(member, None)
             if answered:
                 return answered
         return self._read(until - monotonic(), ended)
 
     def _look(self) -> list[int]:
-        """Return those of the few that have answered."""
-        found = [member for member, (words, number) in self._few.items() if words[REPLY] == number]
+        """Return those that have answered without a wake byte."""
+        found = answered_of(self._quiet)
         for member in found:
-            del self._few[member]
+            del self._quiet[member]
         return found
 
     def _read(self, seconds: float, ended: list[int]) -> list[int]:
-        """Wait for events and read what they bring; return who of the many has answered, and note who has ended."""
+        """Wait for events and read what they bring; return who has answered, and note who has ended."""
         answered, strangers = [], []
         for descriptor in self._poll(seconds):
             member = self._members.get(descriptor, -1)
@@ -151,12 +162,12 @@ class Watch:
             if channel is None:
                 strangers.append(descriptor)
                 continue
-            words, number = self._many.get(member) or self._few.get(member) or (None, 0)
+            words, number = self._waking.get(member) or self._quiet.get(member) or (None, 0)
             has_ended = channel.attend()
             if words is not None and words[REPLY] == number:  # read after the end was seen
                 answered.append(member)
-                self._many.pop(member, None)
-                self._few.pop(member, None)
+                self._waking.pop(member, None)
+                self._quiet.pop(member, None)
             elif has_ended:
                 ended.append(member)
             if has_ended:

@@ -223,7 +223,7 @@ def action_cutter(space: Space, count: int, name: str) -> Callable[[Any, Sequenc
         if native is not None and is_array and actions.dtype.kind in kinds and actions.shape == (len(envs), *shape):
             head = step_head_of(actions.dtype)
             if head:
-                return native.Parts(actions.copy(), cuts, head)  # type: ignore[no-any-return]
+                return native.Parts(actions.copy(), cuts[: len(envs)], head)  # type: ignore[no-any-return]
         split = action_splitter(space, cuts[: len(envs)], name, envs)
         if is_array and not actions.dtype.hasobject:
             return split(actions.copy())
@@ -347,7 +347,8 @@ class Rows:
     def __init__(self, space: Space, count: int, *, copy: bool) -> None:
         self._space, self._count = space, count
         self._has_rows = has_rows(space)
-        self._leaf_indexes = range(len(leaf_spaces(space)) if self._has_rows else 0)
+        leaves = zip(leaf_spaces(space), row_bytes(space), strict=True) if self._has_rows else ()
+        self._leaves = [(leaf.shape, leaf.dtype, size) for leaf, size in leaves]
         self._gather = _gatherer(space, count, copy=copy)
         self._unset, self._no_ends = bytes(2 * count), np.zeros(count, np.bool_)
         self._turn = 0
@@ -384,13 +385,22 @@ class Rows:
             return observations, joined, self._no_ends.copy(), self._no_ends.copy()
         return observations, joined, np.ndarray(count, np.bool_, ended), np.ndarray(count, np.bool_, ended, count)
 
-    def some(self, replies: Sequence[RowsReply]) -> Any:
-        """Return the batch of the observations in some replies, in new arrays."""
+    def some(self, replies: Sequence[RowsReply]) -> tuple[Any, Array, Array, Array]:
+        """Return observations, rewards, terminations and truncations of some envs, one a reply, in new arrays."""
+        count, views = len(replies), [reply.views for reply in replies]
+        rewards = np.ndarray(count, np.float64, bytearray().join([one[0] for one in views]))
+        terminated = np.ndarray(count, np.bool_, bytearray().join([one[1] for one in views]))
+        truncated = np.ndarray(count, np.bool_, bytearray().join([one[2] for one in views]))
         if not self._has_rows:
-            seen = [one for reply in replies for one in listed_observations(reply)]
-            return batch_of(self._space, [_blank(self._space) if one is None else one for one in seen])
-        leaves = [np.concatenate([reply.leaves[index] for reply in replies]) for index in self._leaf_indexes]
-        return nested(self._space, leaves)
+            return _gather_listed(self._space, replies), rewards, terminated, truncated
+        leaves = []
+        for index, (shape, dtype, size) in enumerate(self._leaves):
+            if count * size >= _HUGE:
+                leaves.append(np.concatenate([reply.leaves[index] for reply in replies]))
+            else:
+                parts = bytearray().join([one[3][index] for one in views])
+                leaves.append(np.ndarray((count, *shape), dtype, parts))
+        return nested(self._space, leaves), rewards, terminated, truncated
 
     def _turn_of(self, key: Any) -> int:
         if self._made_for is not key:
@@ -399,7 +409,7 @@ class Rows:
 
     def _views(self, replies: Sequence[RowsReply]) -> tuple[list[int], list[Any], list[Any], list[Any]]:
         """Return views of what the workers answered: of each leaf, of rewards and of flags; and whose they are."""
-        leaves = [[reply.leaves[index].data for reply in replies] for index in self._leaf_indexes]
+        leaves = [[reply.leaves[index].data for reply in replies] for index in range(len(self._leaves))]
         flags = [reply.terminated.data for reply in replies] + [reply.truncated.data for reply in replies]
         return [id(reply.rewards) for reply in replies], leaves, [reply.rewards.data for reply in replies], flags
 
@@ -413,12 +423,7 @@ class Rows:
 def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsReply], list[Any], int], Any]:
     """Return the function that makes the batch of observations, given replies, views of their leaves, and the turn."""
     if not has_rows(space):
-
-        def gather_listed(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
-            listed = [_blank(space) if one is None else one for reply in replies for one in listed_observations(reply)]
-            return batch_of(space, listed)
-
-        return gather_listed
+        return lambda replies, views, turn: _gather_listed(space, replies)
     shapes = [((count, *leaf.shape), leaf.dtype) for leaf in leaf_spaces(space)]
     if not copy:
         sets = [[np.zeros(*shape) for shape in shapes] for _ in (0, 1)]
@@ -447,6 +452,11 @@ def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsR
         return gather
     ((shape, dtype),) = shapes
     return lambda replies, views, turn: np.ndarray(shape, dtype, bytearray().join(views[0]))
+
+
+def _gather_listed(space: Space, replies: Sequence[RowsReply]) -> Any:
+    listed = [_blank(space) if one is None else one for reply in replies for one in listed_observations(reply)]
+    return batch_of(space, listed)
 
 
 def listed_observations(reply: RowsReply) -> Sequence[Any]:

@@ -19,9 +19,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from multienv import interrupts
-from multienv.asking.endless import Result
 from multienv.asking.fanout import FanOut, Round
-from multienv.asking.stream import OwnPace, Stream
+from multienv.asking.stream import OwnPace, Stream, Taken
 from multienv.envs.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
 from multienv.envs.calls import (
     advice_after,
@@ -460,7 +459,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             )
         if envs:
             parts = self._cut(actions, envs)
-            stream.give("step", {env: parts[index] for index, env in enumerate(envs)}, parts)
+            stream.give("step", dict(zip(envs, parts, strict=True)), parts)
 
     def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> Some:
         """Wait for the first ``k`` envs that are ready, among those that :meth:`send` or ``reset_async`` has sent to.
@@ -496,59 +495,54 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             stream.reader = 0
 
     def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> Some:
-        envs = stream.first(k, at_most, timeout)
-        ready = stream.ready
-        results = [ready[env] for env in envs]
-        error = self._error_of_some(envs, results)
-        outcome: Any = error
-        if error is None:
+        taken = stream.first(k, at_most, timeout)
+        outcome: Any = self._error_of_some(taken) if taken.errors else None
+        if outcome is None:
             outcome = self._with_infos(
                 "recv",
-                lambda infos: (*rows_of(results, self._rows), infos, np.array(envs)),
-                partial(self._merged if self._merges else infos_of, results),
-                partial(infos_of, results),
+                lambda infos: (*rows_of(taken, self._rows), infos, np.array(taken.envs)),
+                partial(self._merged if self._merges else infos_of, taken.answers),
+                partial(infos_of, taken.answers),
             )
         begun: list[bool] | None = None  # as it was
-        if error is not None or self._is_disabled or not self._all_begun:
-            begun = [self._has_episode(env, one) for env, one in zip(envs, results, strict=True)]
+        if taken.errors or self._is_disabled or not self._all_begun:
+            begun = [self._has_episode(taken, index) for index in range(len(taken.envs))]
         stream.call_hooks()
         if begun is not None:
-            self._begun[envs] = begun
+            self._begun[taken.envs] = begun
             self._all_begun = bool(self._begun.all())
         failed = isinstance(outcome, MultienvError)
-        stream.hand_over(envs)
+        stream.hand_over(taken.envs)
         if failed:
             raise outcome
         return outcome  # type: ignore[no-any-return]
 
-    def _merged(self, results: Sequence[Result]) -> dict[str, Any]:
-        if not any(one.answer.extras for one in results):
+    def _merged(self, replies: Sequence[RowsReply]) -> dict[str, Any]:
+        if not any(one.extras for one in replies):
             return {}
-        if self._infos_of_some.num_envs != len(results):
-            self._infos_of_some = InfosOfSome(len(results))
-        return self._infos_of_some.merged(results)
+        if self._infos_of_some.num_envs != len(replies):
+            self._infos_of_some = InfosOfSome(len(replies))
+        return self._infos_of_some.merged(replies)
 
-    def _error_of_some(self, envs: Sequence[int], results: Sequence[Result]) -> EnvsFailedError | None:
+    def _error_of_some(self, taken: Taken) -> EnvsFailedError:
         """Return the error for what has failed, with what the others of these envs returned."""
-        failures = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
+        failures = dict(taken.errors)
         if any(type(error) is ClosedError for error in failures.values()):
             self._refuse_closed("recv")
-        if not failures:
-            return None
         returned: list[Any] = [None] * self.num_envs
-        for env, one in zip(envs, results, strict=True):
+        for env, reply in zip(taken.envs, taken.answers, strict=True):
             if env not in failures:
-                reply = one.answer
                 ended = bool(reply.terminated[0]), bool(reply.truncated[0])
                 returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended)
         return _collect("recv", failures, returned, *advice_after("step", self.autoreset_mode))
 
-    def _has_episode(self, env: int, result: Result) -> bool:
+    def _has_episode(self, taken: Taken, index: int) -> bool:
         """Tell whether an env has an episode after what has come of its request."""
-        if result.error is not None:
-            return bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(result.error))
-        is_over = self._is_disabled and (result.answer.terminated[0] or result.answer.truncated[0])
-        return result.name == "reset" or not is_over
+        env, reply = taken.envs[index], taken.answers[index]
+        error = taken.errors.get(env)
+        if error is not None:
+            return bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(error))
+        return env in taken.resets or not (self._is_disabled and (reply.terminated[0] or reply.truncated[0]))
 
     # --- many steps -------------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from gymnasium.vector import VectorEnv
 
-from multienv.asking.endless import NamedRequest, Result
+from multienv.asking.endless import Endless, NamedRequest, Result, results_of
+from multienv.asking.stream import Taken
 from multienv.vector.batching import Array, Rows, joined, listed_observations
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
@@ -60,22 +60,30 @@ class SharedWorkers:
         envs, message = self._envs[member], request.content
         return envs if request.name == "step" else [env for slot, env in enumerate(envs) if message.touches(slot)]
 
-    def results(
-        self, member: int, request: NamedRequest, answer: Any, failure: BaseException | None
-    ) -> Iterable[tuple[int, Result]]:
-        """Return what came of a request for each of its envs."""
-        envs = self._envs[member]
-        if len(envs) == 1 and failure is None and request.name == "step":
-            return ((envs.start, Result("step", answer, answer.errors.get(0) if answer.errors else None)),)
-        touched = self.envs(member, request)
-        if failure is not None:
-            return [(env, Result(request.name, None, failure)) for env in touched]
-        # Of one env alone nothing is asked before the caller has had this.
-        replies = [answer] if len(envs) == 1 else _one_each(answer)
-        return [
-            (env, Result(request.name, replies[env - envs.start], answer.errors.get(env - envs.start)))
-            for env in touched
-        ]
+    def results(self, current: Endless) -> dict[int, Result]:
+        """Return what came of the requests that are answered, by env."""
+        found = results_of(current)
+        if not self.is_shared:  # of one env alone nothing is asked before the caller has had this
+            for env in [
+                env for env, one in found.items() if one[0] != "step" and not self.envs(env, current.requests[env])
+            ]:
+                del found[env]
+            raised = [env for env, one in found.items() if one[1] is not None and one[1].errors]
+            found.update({env: found[env]._replace(error=found[env].answer.errors[0]) for env in raised})
+            return found
+        return {
+            env: Result(one.name, *of_env)
+            for member, one in found.items()
+            for env, of_env in self._of_envs(member, current.requests[member], one)
+        }
+
+    def _of_envs(self, member: int, request: NamedRequest, result: Result) -> list[tuple[int, tuple[Any, Any]]]:
+        """Return answer and error for each env that a request to a worker concerned."""
+        touched, start = self.envs(member, request), self._envs[member].start
+        if result.error is not None:
+            return [(env, (None, result.error)) for env in touched]
+        replies = _one_each(result.answer)
+        return [(env, (replies[env - start], result.answer.errors.get(env - start))) for env in touched]
 
 
 def _one_each(reply: RowsReply) -> list[RowsReply]:
@@ -92,22 +100,19 @@ def _one_each(reply: RowsReply) -> list[RowsReply]:
     return found
 
 
-def rows_of(results: Sequence[Result], rows: Rows) -> tuple[Any, Array, Array, Array]:
+def rows_of(taken: Taken, rows: Rows) -> tuple[Any, Array, Array, Array]:
     """Return observations, rewards, terminations and truncations of some envs, in new arrays."""
-    replies, join = [one.answer for one in results], np.concatenate
-    rewards = join([reply.rewards for reply in replies])
-    terminated = join([reply.terminated for reply in replies])
-    truncated = join([reply.truncated for reply in replies])
-    steps = [one.name == "step" for one in results]
-    if not all(steps):
-        for values in (rewards, terminated, truncated):
+    found = rows.some(taken.answers)
+    if taken.resets:
+        steps = [env not in taken.resets for env in taken.envs]
+        for values in found[1:]:
             values *= steps
-    return rows.some(replies), rewards, terminated, truncated
+    return found
 
 
-def infos_of(results: Sequence[Result]) -> list[dict[str, Any]]:
+def infos_of(replies: Sequence[RowsReply]) -> list[dict[str, Any]]:
     """Return the info of each of some envs."""
-    every = [one.answer.extras for one in results]
+    every = [one.extras for one in replies]
     return [{} if extras is None else next(iter(extras.infos), (0, {}))[1] for extras in every]
 
 
@@ -122,12 +127,12 @@ class InfosOfSome(VectorEnv[Any, Any, Any]):
         self.num_envs, self.closed = count, True
         self._merger = InfoMerger(count)
 
-    def merged(self, results: Sequence[Result]) -> dict[str, Any]:
+    def merged(self, replies: Sequence[RowsReply]) -> dict[str, Any]:
         """Return the infos of some envs in one dict."""
-        parts = [one.answer.extras for one in results]
+        parts: list[Any] = [one.extras for one in replies]
         infos = None if None in parts else self._merger.merged([extras.infos for extras in parts])
         if infos is None:
             infos = {}
-            for index, info in enumerate(infos_of(results)):
+            for index, info in enumerate(infos_of(replies)):
                 infos = self._add_info(infos, info, index)
         return infos

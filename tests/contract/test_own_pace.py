@@ -126,12 +126,12 @@ def test_each_env_returns_what_it_returns_in_step(face: Any, mode: str) -> None:
                 envs.step(batch(envs, [0] * NUM_ENVS))  # and in step again
 
 
-@pytest.mark.parametrize(("face", "few"), [(one_each, 64), (one_each, 2), (shared, 64), (multi_env, 2)])
+@pytest.mark.parametrize(("face", "spins"), [(one_each, 400), (one_each, 0), (shared, 400), (multi_env, 0)])
 def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(
-    face: Any, few: int, monkeypatch: pytest.MonkeyPatch
+    face: Any, spins: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether a worker is looked at, or sends a wake byte."""
-    monkeypatch.setattr(watch, "_FEW", few)
+    """Whether the trainer sees the answer or is woken by a byte."""
+    monkeypatch.setattr(watch, "SPINS", spins)
     with face(ENV_FNS, restart=RestartPolicy(snapshot_every=5)) as envs:
         killer, calls = Killer(envs, seed=1), iter(range(10_000))
         found = at_own_pace(envs, 60, 1, between=lambda: next(calls) % 20 == 7 and killer.strike())

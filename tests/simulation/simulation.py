@@ -324,11 +324,10 @@ class SimulatedWatch:
         self.simulation, self.bell, self.has_waited = simulation, bell, True
         self.asked: dict[int, tuple[SimulatedChannel, int]] = {}
 
-    def add(self, member: int, channel: SimulatedChannel | None, number: int) -> bool:
-        if channel is None:
-            return False
-        self.asked[member] = channel, number
-        return True
+    def add(self, asked: Iterable[tuple[int, SimulatedChannel | None, int]]) -> list[int]:
+        lines = [*asked]
+        self.asked.update({member: (channel, number) for member, channel, number in lines if channel is not None})
+        return [member for member, channel, _ in lines if channel is None]
 
     def remove(self, member: int) -> None:
         self.asked.pop(member, None)
