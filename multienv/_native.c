@@ -273,7 +273,7 @@ number_at(PyObject *object, const char *name, Py_ssize_t *number)
 /* Numbers of multienv.wire, and types of numpy, learned when they are first needed. */
 #define BANKS(X) X(STEP) X(SKIPPED) X(PICKLED_ROWS)
 #define ACTIONS(X) X(INT) X(ARRAY)
-#define WORDS(X) X(REQUEST) X(REPLY) X(REPLY_PAYLOAD) X(WORKER_SLEEPS) X(TRAINER_SLEEPS) X(SLOT) X(BUSY)
+#define WORDS(X) X(REQUEST) X(REPLY) X(REPLY_PAYLOAD) X(WORKER_SLEEPS) X(BOUND) X(TRAINER_SLEEPS) X(SLOT) X(BUSY)
 #define DECLARE_NUMBER(word) static Py_ssize_t word;
 BANKS(DECLARE_NUMBER)
 ACTIONS(DECLARE_NUMBER)
@@ -1122,25 +1122,63 @@ take(PyObject *module, PyObject *args)
     return outcome == FAILED ? NULL : PyBool_FromLong(is_left);
 }
 
+/* Takes the next of the workers that were asked: its member (borrowed), its words, and whether it has answered. */
+static Outcome
+next_asked(PyObject *asked, Py_ssize_t *place, PyObject **member, Words **words, int *has_answered)
+{
+    PyObject *value, *number;
+    if (!PyDict_Check(asked)) {
+        PyErr_SetString(PyExc_TypeError, "what is asked is a dict");
+        return FAILED;
+    }
+    if (!PyDict_Next(asked, place, member, &value)) {
+        return LEFT;
+    }
+    if (!PyArg_ParseTuple(value, "O!O", &WordsType, words, &number)) {
+        return FAILED;
+    }
+    *has_answered = atomic_load(&(*words)->words[REPLY]) == PyLong_AsLongLong(number);
+    return PyErr_Occurred() ? FAILED : DONE;
+}
+
 PyDoc_STRVAR(answered_of_doc, "answered_of(asked)\n--\n\n\
 Do what processes.watch.answered_of does.");
 
 static PyObject *
 answered_of(PyObject *module, PyObject *asked)
 {
-    PyObject *found = PyDict_Check(asked) ? PyList_New(0) : PyErr_Format(PyExc_TypeError, "not a dict");
-    PyObject *member, *value;
+    PyObject *found = PyList_New(0), *member;
+    Words *words;
     Py_ssize_t place = 0;
-    while (found != NULL && PyDict_Next(asked, &place, &member, &value)) {
-        PyObject *words, *number;
-        if (!PyArg_ParseTuple(value, "O!O", &WordsType, &words, &number)) {
-            Py_CLEAR(found);
-        } else if (atomic_load(&((Words *)words)->words[REPLY]) == PyLong_AsLongLong(number) &&
-                   PyList_Append(found, member) < 0) {
-            Py_CLEAR(found);
-        }
+    int has_answered;
+    Outcome outcome = found == NULL ? FAILED : DONE;
+    while (outcome == DONE && (outcome = next_asked(asked, &place, &member, &words, &has_answered)) == DONE) {
+        outcome = has_answered && PyList_Append(found, member) < 0 ? FAILED : DONE;
+    }
+    if (outcome == FAILED) {
+        Py_CLEAR(found);
     }
     return found;
+}
+
+PyDoc_STRVAR(awaits_on_doc, "awaits_on(core, asked)\n--\n\n\
+Do what processes.watch.awaits_on does.");
+
+static PyObject *
+awaits_on(PyObject *module, PyObject *args)
+{
+    PyObject *asked, *member;
+    Words *words;
+    Py_ssize_t place = 0;
+    int core, has_answered, is_awaited = 0;
+    Outcome outcome = DONE;
+    if (!PyArg_ParseTuple(args, "iO", &core, &asked)) {
+        return NULL;
+    }
+    while (!is_awaited && (outcome = next_asked(asked, &place, &member, &words, &has_answered)) == DONE) {
+        is_awaited = core >= 0 && !has_answered && atomic_load(&words->words[BOUND]) == 1 + core;
+    }
+    return outcome == FAILED ? NULL : PyBool_FromLong(is_awaited);
 }
 
 PyDoc_STRVAR(follow_doc, "follow(reference)\n--\n\n\
@@ -1788,6 +1826,7 @@ static PyMethodDef methods[] = {
     {"ask", ask, METH_VARARGS, ask_doc},
     {"take", take, METH_VARARGS, take_doc},
     {"answered_of", answered_of, METH_O, answered_of_doc},
+    {"awaits_on", awaits_on, METH_VARARGS, awaits_on_doc},
     {"follow", follow, METH_O, follow_doc},
     {"serve", serve, METH_VARARGS, serve_doc},
     {"write_digests", (PyCFunction)(void (*)(void))write_digests, METH_FASTCALL, write_digests_doc},

@@ -99,7 +99,7 @@ def _current_core() -> Callable[[], int]:
     return found
 
 
-_here = _current_core()
+current_core = _current_core()
 
 
 class AskingOrder:
@@ -119,4 +119,4 @@ class AskingOrder:
 
     def now(self) -> tuple[int, ...]:
         """Return the indexes of the workers in the order in which to ask them now."""
-        return self._on.get(_here(), self._plain) if self._on else self._plain
+        return self._on.get(current_core(), self._plain) if self._on else self._plain

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from time import monotonic
 from typing import Any
 
+from multienv.cores import current_core
 from multienv.interrupts import interruptible
 from multienv.native import native
 from multienv.processes.channel import FIRST_SLEEP_SECONDS, SPIN_SECONDS, SPINS, Channel, give_way
 from multienv.threads import Bell
-from multienv.wire.segment import REPLY, TRAINER_SLEEPS
+from multienv.wire.segment import BOUND, REPLY, TRAINER_SLEEPS
 
 _MOST = 256  # events that one look at the descriptors returns
 
@@ -26,8 +27,13 @@ def answered_of(asked: dict[int, tuple[Any, int]]) -> list[int]:
     return [member for member, (words, number) in asked.items() if words[REPLY] == number]
 
 
+def awaits_on(core: int, asked: dict[int, tuple[Any, int]]) -> bool:
+    """Tell whether a worker that is bound to a core has not answered; -1: no core; ``asked``: as before."""
+    return core >= 0 and any(words[BOUND] == 1 + core and words[REPLY] != number for words, number in asked.values())
+
+
 if native is not None:  # the same in native code
-    answered_of = native.answered_of
+    answered_of, awaits_on = native.answered_of, native.awaits_on
 
 
 class Watch:
@@ -112,7 +118,10 @@ class Watch:
         """
         ended: list[int] = []
         self.has_waited = self._sleeps = False
-        give_way()  # workers on the trainer's core would else wait until it sleeps, and take it for crowded
+        # A worker that is bound to the trainer's core would else wait for a slice of time, and take it for crowded. The
+        # core is not given away for nothing: a thread that never sleeps would keep it for a slice.
+        if awaits_on(current_core(), self._quiet):
+            give_way()
         answered = self._look()
         if looks_for_ends or self._waking or not answered:
             answered += self._read(0.0, ended)

@@ -40,6 +40,7 @@ _SMALL_BANKS = 1024
 REQUEST = 0  # number of the newest request (trainer)
 REPLY = 8  # number of the newest request that has been answered (worker)
 WORKER_SLEEPS = 9  # 1: the worker is about to sleep until a wake byte comes (worker)
+BOUND = 12  # 1 + the core that the worker is bound to; 0: none (worker)
 TRAINER_SLEEPS = 1  # 1: the trainer sleeps, or is about to, until a wake byte comes (trainer)
 BUSY = 32  # number of the request being executed; 0: none (worker)
 SLOT = 33  # 1 + the slot of the env that is being called; 0: none (worker)

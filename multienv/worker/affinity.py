@@ -23,7 +23,7 @@ import os
 import time
 from typing import Any
 
-from multienv.wire.segment import CORE, SPINNERS
+from multienv.wire.segment import BOUND, CORE, SPINNERS
 
 SHORT = 1e-3
 LONG = 3e-3
@@ -107,11 +107,11 @@ class Affinity:
             return
         os.sched_setaffinity(0, {core})
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        self._is_bound = True
+        self._is_bound, self._words[BOUND] = True, 1 + core
 
     def _let_go(self) -> None:
         if self._is_bound:
-            self._is_bound = False
+            self._is_bound, self._words[BOUND] = False, 0
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, self._cores)
                 os.sched_setscheduler(0, self._policy, os.sched_param(0))

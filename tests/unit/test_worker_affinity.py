@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multienv.wire.segment import CORE, SPINNERS, Segment
+from multienv.wire.segment import BOUND, CORE, SPINNERS, Segment
 from multienv.worker import affinity
 from multienv.worker.affinity import CROWDED, ENOUGH, LONG, REST, SHORT, Affinity
 
@@ -35,7 +35,7 @@ class Kernel:
 
     @property
     def bound(self) -> bool:
-        assert (self.cores == {1}) == (self.policy == os.SCHED_BATCH)
+        assert (self.cores == {1}) == (self.policy == os.SCHED_BATCH) == (self.words[BOUND] == 1 + 1)
         return self.cores == {1}
 
 
