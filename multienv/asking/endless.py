@@ -10,6 +10,7 @@ from functools import partial
 from itertools import repeat
 from math import inf
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from multienv.asking.members import InThread, Members, is_asked
@@ -53,6 +54,22 @@ class Result(NamedTuple):
     name: str
     answer: Any
     error: BaseException | None
+
+
+class Taken(NamedTuple):
+    """Holds what has come of the requests to some envs.
+
+    Attributes:
+        envs: Which, in the order in which it came.
+        answers: One for each of them.
+        resets: Those that were reset.
+        errors: Env → what was raised.
+    """
+
+    envs: list[int]
+    answers: list[Any]
+    resets: Collection[int] = ()
+    errors: Mapping[int, BaseException] = MappingProxyType({})
 
 
 def results_of(current: Endless) -> dict[int, Result]:

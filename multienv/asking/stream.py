@@ -19,11 +19,10 @@ from itertools import islice
 from math import inf
 from threading import get_ident
 from time import monotonic
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from multienv import interrupts
-from multienv.asking.endless import Endless, NamedRequest, Result, named, results_of
+from multienv.asking.endless import Endless, NamedRequest, Result, Taken, named, results_of
 from multienv.asking.fanout import FanOut, Round
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
@@ -50,22 +49,6 @@ class Sharing(Protocol):
 
     def results(self, current: Endless) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env, whatever their members are asked from now on."""
-
-
-class Taken(NamedTuple):
-    """Holds what has come of the requests to some envs.
-
-    Attributes:
-        envs: Which, in the order in which it came.
-        answers: One for each of them.
-        resets: Those that were reset.
-        errors: Env → what was raised.
-    """
-
-    envs: list[int]
-    answers: list[Any]
-    resets: Collection[int] = ()
-    errors: Mapping[int, BaseException] = MappingProxyType({})
 
 
 class OneEach:

@@ -117,7 +117,7 @@ class Watch:
             looks_for_ends: Look for processes that have ended even if others have answered.
         """
         ended: list[int] = []
-        self.has_waited = self._sleeps = False
+        self.has_waited = False
         # A worker that is bound to the trainer's core would else wait for a slice of time, and take it for crowded. The
         # core is not given away for nothing: a thread that never sleeps would keep it for a slice.
         if awaits_on(current_core(), self._quiet):
@@ -135,7 +135,10 @@ class Watch:
                 return answered, ended
             if monotonic() > asleep_at:
                 break
-        return self._sleep(until, ended), ended
+        try:
+            return self._sleep(until, ended), ended
+        finally:
+            self._sleeps = False
 
     def _sleep(self, until: float, ended: list[int]) -> list[int]:
         """Have all workers send wake bytes, and wait; return who has answered, and note who has ended."""

@@ -19,8 +19,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from multienv import interrupts
+from multienv.asking.endless import Taken
 from multienv.asking.fanout import FanOut, Round
-from multienv.asking.stream import OwnPace, Stream, Taken
+from multienv.asking.stream import OwnPace, Stream
 from multienv.envs.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
 from multienv.envs.calls import (
     advice_after,

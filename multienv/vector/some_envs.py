@@ -11,8 +11,7 @@ from typing import Any
 
 from gymnasium.vector import VectorEnv
 
-from multienv.asking.endless import Endless, NamedRequest, Result, results_of
-from multienv.asking.stream import Taken
+from multienv.asking.endless import Endless, NamedRequest, Result, Taken, results_of
 from multienv.vector.batching import Array, Rows, joined, listed_observations
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger

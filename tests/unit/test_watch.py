@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +15,9 @@ from multienv.wire.segment import BOUND, REPLY, TRAINER_SLEEPS, Segment
 
 
 class Worker:
-    """Stands for the channel to a process that answers as soon as it is given the core; it sends no wake bytes."""
+    """Stands for the channel to a process."""
+
+    answers_asleep = False
 
     def __init__(self, core: int) -> None:
         self.segment, self.pipe = Segment(-1), os.pipe()
@@ -25,6 +27,8 @@ class Worker:
         return (self.pipe[0],)
 
     def attend(self) -> bool:
+        if self.answers_asleep and self.segment.words[TRAINER_SLEEPS]:
+            self.segment.words[REPLY] = 7
         return False
 
 
@@ -40,48 +44,39 @@ def trainer(monkeypatch):
 
     monkeypatch.setattr(watch, "current_core", lambda: 3)
     monkeypatch.setattr(watch, "give_way", give_way)
-    found: Any = Watch(Bell())
-    assert found.add((member, worker, 7) for member, worker in enumerate(workers)) == []
-    yield found, workers, turns
+    here = SimpleNamespace(watch=Watch(Bell()), workers=workers, turns=turns)
+    assert here.watch.add((member, worker, 7) for member, worker in enumerate(workers)) == []
+    yield here
+    del here.watch
     for worker in workers:
         for end in worker.pipe:
             os.close(end)
 
 
 def test_worker_on_the_trainers_core_gets_its_turn_before_the_trainer_looks(trainer):
-    found, workers, turns = trainer
-    assert found.heard(-math.inf, looks_for_ends=False) == ([0], [])
-    assert turns == [1]
-    assert not found.has_waited
-    assert found.heard(-math.inf, looks_for_ends=False) == ([], [])  # the other one is on another core
-    assert turns == [1]
-    workers[1].segment.words[REPLY] = 7
-    assert found.heard(-math.inf, looks_for_ends=False) == ([1], [])
+    assert trainer.watch.heard(-math.inf, looks_for_ends=False) == ([0], [])
+    assert trainer.turns == [1]
+    assert not trainer.watch.has_waited
+    assert trainer.watch.heard(-math.inf, looks_for_ends=False) == ([], [])  # the other one is on another core
+    assert trainer.turns == [1]
+    trainer.workers[1].segment.words[REPLY] = 7
+    assert trainer.watch.heard(-math.inf, looks_for_ends=False) == ([1], [])
 
 
 @pytest.mark.parametrize("core", [-1, 5])
 def test_core_is_not_given_away_where_no_worker_waits_for_it(trainer, monkeypatch, core):
-    found, workers, turns = trainer
-    workers[0].segment.words[BOUND] = 0
+    trainer.workers[0].segment.words[BOUND] = 0
     monkeypatch.setattr(watch, "current_core", lambda: core)
-    assert found.heard(-math.inf, looks_for_ends=False) == ([], [])
-    assert turns == []
+    assert trainer.watch.heard(-math.inf, looks_for_ends=False) == ([], [])
+    assert trainer.turns == []
 
 
 def test_only_workers_that_were_asked_before_the_trainer_slept_send_wake_bytes(trainer, monkeypatch):
-    found, workers, _ = trainer
-    sleeping = [worker.segment.words for worker in workers]
-    sleeping[0][BOUND] = 0
+    words = [worker.segment.words for worker in trainer.workers]
+    words[0][BOUND] = 0
     monkeypatch.setattr(watch, "SPINS", 0)
-
-    def answer(self: Any, seconds: float) -> list[int]:
-        if not seconds:  # a look
-            return []
-        assert [words[TRAINER_SLEEPS] for words in sleeping] == [1, 1]
-        sleeping[0][REPLY] = 7
-        return [workers[0].pipe[0]]
-
-    monkeypatch.setattr(Watch, "_poll", answer)
-    assert found.heard(math.inf, looks_for_ends=False) == ([0], [])
-    found.add([(0, workers[0], 8)])
-    assert [words[TRAINER_SLEEPS] for words in sleeping] == [0, 1]
+    os.write(trainer.workers[0].pipe[1], b"s")
+    trainer.workers[0].answers_asleep = True
+    assert trainer.watch.heard(math.inf, looks_for_ends=False) == ([0], [])
+    trainer.watch.add([(0, trainer.workers[0], 8)])
+    assert [one[TRAINER_SLEEPS] for one in words] == [0, 1]
