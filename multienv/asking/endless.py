@@ -146,10 +146,12 @@ class Endless:
 
     def forget(self, members: Iterable[int]) -> None:
         """Forget these members: they are not asked, or what came of it is noted elsewhere. Again does nothing."""
-        kept = [self.requests, self.answers, *filter(None, (self.failures, self.endings))]
         for member in members:
-            for one in kept:
-                one.pop(member, None)
+            self.requests.pop(member, None)
+            self.answers.pop(member, None)
+            if self.failures or self.endings:
+                self.failures.pop(member, None)
+                self.endings.pop(member, None)
 
     def take_back(self) -> bool:
         """Forget the requests of the members that are being asked."""

@@ -168,9 +168,8 @@ class Stream:
             WaitTimeout: None is ready in time; nothing is lost.
         """
         check_seconds("timeout", timeout, zero=True)
-        for name, value in (("k", count), ("at_most", at_most)):
-            if value is not None and ((value if type(value) is int else integer(value)) or 0) < 1:
-                raise UsageError(f"recv(): {name} is {value!r:.100}; give an integer of at least 1, or None.")
+        _check_count("k", count)
+        _check_count("at_most", at_most)
         if count is not None and at_most is not None and at_most < count:
             raise UsageError(f"recv(): at_most={at_most} is less than k={count}.")
         until = inf if timeout is None else monotonic() + timeout
@@ -389,6 +388,12 @@ class Stream:
                 "with envs_per_worker=1."
             )
         return text
+
+
+def _check_count(name: str, count: Any) -> None:
+    number = count if type(count) is int else integer(count)  # the first is faster
+    if count is not None and (number is None or number < 1):
+        raise UsageError(f"recv(): {name} is {count!r:.100}; give an integer of at least 1, or None.")
 
 
 class OwnPace:

@@ -17,6 +17,7 @@ from multienv.recovery.supervisor import Supervisor
 from multienv.wire.messages import Call, Message, Render
 
 # Methods of gymnasium's that change nothing.
+_INDEX = np.dtype(np.int64)  # there is one such object, unless the caller has made another
 _READING = ("get_wrapper_attr", "has_wrapper_attr")
 
 
@@ -80,7 +81,7 @@ def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:
 
 def checked_indices(indices: Any, num_envs: int) -> list[int]:
     """Return indices of envs as a list; UsageError if one is no index, or there twice."""
-    if type(indices) is np.ndarray and indices.dtype == np.int64 and indices.ndim == 1:  # as recv() returns them
+    if type(indices) is np.ndarray and indices.dtype is _INDEX and indices.ndim == 1:  # as recv() returns them
         several: list[int] = indices.tolist()
         if several and len(set(several)) == len(several) and min(several) >= 0 and max(several) < num_envs:
             return several
