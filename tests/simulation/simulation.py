@@ -266,13 +266,13 @@ class Simulation:
     def running(self) -> Iterator[None]:
         """Have faces that are made meanwhile use this simulation, and its clock."""
         kept = building.Launch, fanout.wait_any, time.monotonic, random.getstate(), np.random.get_state()
-        processes = launcher._monitor, launcher._ordered, time.sleep, cores._here
+        processes = launcher._monitor, launcher._ordered, time.sleep, cores.current_core
         # Threads take their turns: what one worker's recovery shows of an env is known to the next one.
         pools = members.Pool, building.Pool
         watch, endless.Watch = endless.Watch, partial(SimulatedWatch, self)  # type: ignore[assignment, misc]
         members.Pool = building.Pool = OneByOne  # type: ignore[assignment, misc]
         stopwatch = time.perf_counter
-        cores._here = partial(int, -1)  # workers are asked in their order, wherever this process runs
+        cores.current_core = partial(int, -1)  # workers are asked in their order, wherever this process runs
         building.Launch = self.launcher  # type: ignore[assignment, misc]
         fanout.wait_any = self.wait_any
         launcher._monitor = lambda ended=None: self  # type: ignore[assignment, misc]
@@ -286,7 +286,7 @@ class Simulation:
             yield
         finally:
             building.Launch, fanout.wait_any, clock, generator, legacy = kept  # type: ignore[misc]
-            launcher._monitor, launcher._ordered, time.sleep, cores._here = processes
+            launcher._monitor, launcher._ordered, time.sleep, cores.current_core = processes
             members.Pool, building.Pool = pools  # type: ignore[misc]
             endless.Watch = watch  # type: ignore[misc]
             for module in (time, fanout, endless, hot_path):

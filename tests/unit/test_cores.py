@@ -80,5 +80,5 @@ def test_workers_are_dealt_to_the_cores(monkeypatch, workers, available, busy, e
     ],
 )
 def test_workers_on_other_cores_than_the_trainers_are_asked_first(monkeypatch, preferred, here, expected):
-    monkeypatch.setattr(cores, "_here", lambda: here)
+    monkeypatch.setattr(cores, "current_core", lambda: here)
     assert cores.AskingOrder(preferred).now() == expected
