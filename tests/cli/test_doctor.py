@@ -430,12 +430,17 @@ def test_a_warning_that_each_process_prints_is_shown_once() -> None:
 def test_what_is_no_env_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text("import os\nnonsense\n")
     (tmp_path / "json.py").write_text("def make(): pass\n")
+    (tmp_path / "training.py").write_text(
+        "from kit import CounterEnv\nfrom multienv import SubprocessEnv\n"
+        "class Mine(CounterEnv):\n    pass\nSubprocessEnv(Mine).initialize()\n"
+    )
     for name, said in {
         "Cartpole-v1": "Cartpole-v1: no env with this id is registered. Did you mean CartPole-v1?",
         "no_such_module:make": "No module named 'no_such_module'",
         f"{tmp_path}/none.py:make": f"the file {tmp_path}/none.py does not exist",
         f"{tmp_path}/faulty.py:make": f"NameError: name 'nonsense' is not defined ({tmp_path}/faulty.py, line 2)",
         f"{tmp_path}/json.py:make": "another module has the name json; rename the file",
+        f"{tmp_path}/training.py:Mine": f"{tmp_path}/training.py, line 5. Put the code that makes envs below",
         f"{ODD_ENVS}": "also name the function or class that builds the env",
         f"{ODD_ENVS}:Chanse": f"Did you mean {ODD_ENVS}:Chance?",
     }.items():
