@@ -13,7 +13,7 @@ import multienv
 project = "multienv"
 author = "The multienv authors"
 version = release = multienv.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"multienv {version}"
@@ -23,7 +23,6 @@ html_theme_options = {
     "dark_css_variables": {"color-brand-primary": "#58a6ff", "color-brand-content": "#58a6ff"},
 }
 
-myst_enable_extensions = ["colon_fence"]  # cards of the first page
 myst_heading_anchors = 4
 
 copybutton_exclude = ".linenos, .gp, .go"

@@ -254,7 +254,8 @@ class EnvsFailedError(MultienvError):
 
     Attributes:
         failures: Env index → exception of that env.
-        results: The result of each env; ``None`` for the envs that failed.
+        results: What the call returned for each env; ``None`` for the envs that failed. After a step of a vector env or
+            a ``MultiEnv``: observation, reward, terminated, truncated and info. After a reset: observation and info.
     """
 
     failures: Mapping[int, BaseException]

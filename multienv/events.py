@@ -97,10 +97,11 @@ class Recycled:
     Attributes:
         env_index: Index in the batch of the worker's first env, or ``None``.
         why: The limit that was reached, in words.
-        outcome: ``"reset"``: no episode was running. The new process begins the next episodes; the random generators
-            of the envs go on. ``"exact"`` or ``"replayed"``: the same episodes go on; see :class:`Recovery` for the
-            difference. ``"put off"``: the episodes could not be replayed, or the envs could not be built beside the old
-            ones. The old process goes on until some more episodes have ended.
+        outcome: ``"reset"``: no episode was running. The new process begins the next episodes; the random generators of
+            the envs go on, and calls and attributes that you set are repeated. What else an env remembers is lost.
+            ``"exact"`` or ``"replayed"``: the same episodes go on; see :class:`Recovery` for the difference.
+            ``"put off"``: the episodes could not be replayed, or the envs could not be built beside the old ones. The
+            old process goes on until some more episodes have ended.
         reason: Why the outcome is not exact, or ``""``.
         replayed: Number of requests that were run again; counted as in :class:`Recovery`.
         seconds: Seconds that the replacement took.
@@ -125,7 +126,11 @@ class Statistics:
         episodes: Episodes begun, of all envs of the worker together.
         losses: Lost workers, plus episodes that ``on_error="truncate"`` ended.
         restarts: Processes started in place of lost ones.
-        recycled: Processes started in place of ones that reached a limit of the ``RestartPolicy``.
+        recycled: Processes started in place of ones that reached a limit of the ``RestartPolicy``: the sum of the next
+            three.
+        exact_recyclings: Those in which the same episodes went on, exactly: see :class:`Recycled`.
+        replayed_recyclings: Those in which the same episodes went on, repeated from a reset.
+        reset_recyclings: Those between two episodes: envs were built anew, and went on with the same random generators.
         exact_recoveries: Losses after which the same episodes went on, exactly: see :class:`Recovery`.
         replayed_recoveries: Losses after which the same episodes went on, repeated from a reset.
         truncated_recoveries: Losses that ended their episode.
@@ -155,6 +160,9 @@ class Statistics:
     losses: int
     restarts: int
     recycled: int
+    exact_recyclings: int
+    replayed_recyclings: int
+    reset_recyclings: int
     exact_recoveries: int
     replayed_recoveries: int
     truncated_recoveries: int
@@ -174,8 +182,8 @@ class Statistics:
 
 # Of Statistics: added up over the workers by flat_statistics().
 COUNTERS = (
-    "steps", "episodes", "losses", "restarts", "recycled", "exact_recoveries", "replayed_recoveries",
-    "truncated_recoveries", "replayed_steps",
+    "steps", "episodes", "losses", "restarts", "recycled", "exact_recyclings", "replayed_recyclings",
+    "reset_recyclings", "exact_recoveries", "replayed_recoveries", "truncated_recoveries", "replayed_steps",
 )  # fmt: skip
 
 
@@ -188,10 +196,11 @@ def flat_statistics(statistics: Statistics | Iterable[Statistics | None]) -> dic
     Returns:
         A dict with these keys. ``workers``: the number of workers that have a process. Sums over the workers: ``steps``
         (step requests; a step of a batch counts once for each worker), ``episodes``, ``losses``, ``restarts``,
-        ``recycled``, ``exact_recoveries``, ``replayed_recoveries``, ``truncated_recoveries``, ``replayed_steps``,
-        ``journal_bytes`` and ``rss_bytes``. ``rss_bytes_max``: the memory of the largest worker. ``step_seconds_mean``
-        and ``step_seconds_max``: seconds that a step takes in the worker, over the workers. ``recovery_seconds_mean``
-        and ``recovery_seconds_max``: over the last recoveries of all workers. A value that is not known is 0.
+        ``recycled``, ``exact_recyclings``, ``replayed_recyclings``, ``reset_recyclings``, ``exact_recoveries``,
+        ``replayed_recoveries``, ``truncated_recoveries``, ``replayed_steps``, ``journal_bytes`` and ``rss_bytes``.
+        ``rss_bytes_max``: the memory of the largest worker. ``step_seconds_mean`` and ``step_seconds_max``: seconds
+        that a step takes in the worker, over the workers. ``recovery_seconds_mean`` and ``recovery_seconds_max``: over
+        the last recoveries of all workers. A value that is not known is 0.
     """
     every = [statistics] if isinstance(statistics, Statistics) else [one for one in statistics if one is not None]
     found: dict[str, float] = {"workers": sum(one.pid is not None for one in every)}

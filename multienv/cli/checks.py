@@ -74,6 +74,7 @@ _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
 _LAST_WORDS = 10
 _USE_NP_RANDOM = "Take random numbers only from self.np_random."
 _DOES_NOT_REPEAT = "the env does not repeat itself"
+_CHANCE = "That may be chance: run the doctor again."
 _OR_CHANCE = "Or does it not repeat itself? Run `multienv chaos`: it tells whether the env differs without a loss, too."
 _EQUAL = "from a reset, all equal"
 _MEMORY = "the env carries memory across resets"
@@ -262,6 +263,7 @@ def _failed(patient: Patient, error: Exception) -> Row:
         detail = _last_words(error)
         if patient.first.steps:  # the env runs, until it ends its worker by itself
             verdict, text = "note", f"not known: {text}"
+            advice = advice if isinstance(error, RestartBudgetExceeded) else _CHANCE
         advice = _to_run_again(patient, error) or advice
     return Row(verdict, text, advice, foreign_frames(detail))
 
@@ -360,8 +362,12 @@ def begins_anew(patient: Patient) -> Row:
         return Row("note", f"not known: {_DOES_NOT_REPEAT if not patient.again else 'see the line compares'}")
     fit_in = _ANEW_SECONDS * patient.first.steps / patient.first.seconds
     longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
-    first = undisturbed(patient, _ANEW_STEPS, seconds=_ANEW_SECONDS, longest=longest)
+    lost_in: list[int] = []
+    most = _ANEW_STEPS // (5 if patient.own_faults else 1)  # or it crashes before the end
+    first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, lost_in=lost_in)
     episodes = f"{len(first.ends)} episodes of at most {longest} steps"
+    if len(first.ends) < _ANEW_LEAST and lost_in:
+        return Row("note", f"not known: only {episodes} before the env itself crashed or hung", _CHANCE)
     if len(first.ends) < _ANEW_LEAST:
         return Row("note", f"not known: only {episodes} fit into {_ANEW_SECONDS} s")
     policy = replace(RAISE, recycle_after_episodes=len(first.ends) // _ANEW_LEAST)

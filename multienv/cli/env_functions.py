@@ -17,10 +17,11 @@ import cloudpickle
 import gymnasium
 
 from multienv.envs.building import EnvFn, checked_env_fn
-from multienv.errors import UsageError
+from multienv.errors import MultienvError, UsageError
 from multienv.reports.crash import Report
 
 _FORMS = "ID, module:ID, module:function, module:Class, file.py:function or file.py:Class"
+_PACKAGE = str(Path(__file__).parents[1])
 _HOW_TO_BUILD = "Give --env ID, --env module:ID or --env module:function to build the env."
 
 
@@ -88,10 +89,13 @@ def _module(where: str, name: str) -> ModuleType:
     try:
         module = importlib.import_module(path.stem if is_file else where)
     except (Exception, SystemExit) as error:  # an import runs code of the user
-        frames = reversed(traceback.extract_tb(error.__traceback__))  # the innermost first; some belong to importlib
-        own = (frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__)
+        frames = reversed(traceback.extract_tb(error.__traceback__))  # the innermost first
+        own = (frame for frame in frames if not any(one in frame.filename for one in ("importlib", _PACKAGE)))
         place = next((f" ({frame.filename}, line {frame.lineno})" for frame in own), "")
-        raise UsageError(f"{name}: {where} cannot be imported: {type(error).__name__}: {error}{place}.") from error
+        why: BaseException = error
+        while isinstance(why.__cause__, MultienvError):  # the file makes envs, and they fail
+            why = why.__cause__
+        raise UsageError(f"{name}: {where} cannot be imported: {type(why).__name__}: {why}{place}.") from error
     if is_file and not (module.__file__ and path.samefile(module.__file__)):
         raise UsageError(f"{name}: another module has the name {path.stem}; rename the file.")
     return module

@@ -401,7 +401,7 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
         env_fn = next((one for one in env_fns if not _can_be_pickled(one)), env_fns)
         why = culprit_in(env_fn, _can_be_pickled)
         raise UsageError(
-            f"env_fn {env_fn!r:.100} cannot be sent to a process: {type(error).__name__}: {error}. "
+            f"env_fn {env_fn!r:.100} cannot be sent to a process: {type(error).__name__}: {str(error).rstrip('.')}. "
             f"{why[:1].upper() + why[1:]}{'. ' if why else ''}Build what it needs inside the function, or in the env's "
             "constructor; or move what uses it to a module, which the process imports."
         ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -46,8 +46,8 @@ class Fragment:
     terminations: Array
     truncations: Array
     final_observations: Any
-    extras: dict[str, Array] = field(default_factory=dict)
-    infos: Mapping[int, Any] = field(default_factory=dict)
+    extras: dict[str, Array]
+    infos: Mapping[int, Any]
     resumed: bool = False
 
     def __len__(self) -> int:

@@ -61,8 +61,9 @@ class Reporter:
         self._slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
-        self._losses = self._recycled = self._replayed_requests = 0
+        self._losses = self._replayed_requests = 0
         self._outcomes: Counter[Outcome] = Counter()  # of losses
+        self._recyclings: Counter[str] = Counter()  # by outcome
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
 
     # --- names and positions ----------------------------------------------------------------------
@@ -256,7 +257,7 @@ class Reporter:
     ) -> None:
         """Note that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - progress.began
-        self._recycled += outcome != "put off"
+        self._recyclings[outcome] += 1
         self._replayed_requests += progress.replayed
         if outcome == "put off":
             logger.warning("%s: its process is not replaced, %s: %s", self.name, why, reason)
@@ -294,7 +295,10 @@ class Reporter:
             episodes=self._position.episodes,
             losses=self._losses,
             restarts=restarts,
-            recycled=self._recycled,
+            recycled=self._recyclings.total() - self._recyclings["put off"],
+            exact_recyclings=self._recyclings["exact"],
+            replayed_recyclings=self._recyclings["replayed"],
+            reset_recyclings=self._recyclings["reset"],
             exact_recoveries=self._outcomes["exact"],
             replayed_recoveries=self._outcomes["replayed"],
             truncated_recoveries=self._outcomes["truncated"],

@@ -236,7 +236,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             has its last observation. Infos are merged as :meth:`step` does.
 
         Raises:
-            EnvsFailedError: Some envs raised; the others are reset.
+            EnvsFailedError: Some envs raised; the others are reset, and ``results`` has observation and info of each.
         """
         self._begin_reset("reset", seed, options)
         return self._collect_reset(None)
@@ -310,8 +310,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises:
             ActionError: The actions do not fit the action space; nothing was sent.
-            EnvsFailedError: Some envs failed. For each other env, ``results`` has observation, reward, terminated and
-                truncated, and its episode goes on.
+            EnvsFailedError: Some envs failed. For each other env, ``results`` has observation, reward, terminated,
+                truncated and info, and its episode goes on.
             InfosNotMergedError: The infos cannot be merged; ``results`` has all that this call returns.
         """
         unfinished = self._fanout.unfinished
@@ -370,19 +370,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if error is not None:
             return error
 
-        def with_resumed(infos: Any) -> Any:
-            for index in range(self.num_envs if current.resumed else 0):
-                if isinstance(infos, list):
-                    infos[index]["multienv"] = {**infos[index].get("multienv", {}), "resumed": True}
-                else:
-                    self._add_info(infos, {"multienv": {"resumed": True}}, index)
-            return infos
-
         return self._with_infos(  # type: ignore[no-any-return]
             "step",
             lambda infos: (*self._rows.batch(current.answers, current), infos),
-            lambda: with_resumed(self._infos(current.answers)),
-            lambda: with_resumed(self._listed_infos(current.answers)),
+            partial(self._infos, current.answers, resumed=current.resumed),
+            partial(self._listed_infos, current.answers, resumed=current.resumed),
         )
 
     def _with_infos(
@@ -479,7 +471,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises:
             WaitTimeout: No env is ready after ``timeout`` seconds. Nothing is lost; call it again.
-            EnvsFailedError: Some of these envs failed; ``results`` has the results of the others among them.
+            EnvsFailedError: Some of these envs failed; ``results`` has the results of the others among them, as for
+                :meth:`step`.
             InfosNotMergedError: The infos cannot be merged; ``results`` has all that this call returns.
             CallPendingError: A signal handler calls it inside of another ``recv()``.
             UsageError: ``k`` results cannot arrive: too few envs are under way, or some of them share a process with an
@@ -534,7 +527,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         for env, reply in zip(taken.envs, taken.answers, strict=True):
             if env not in failures:
                 ended = bool(reply.terminated[0]), bool(reply.truncated[0])
-                returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended)
+                returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended, infos_of([one])[0])
         return _collect("recv", failures, returned, *advice_after("step", self.autoreset_mode))
 
     def _has_episode(self, taken: Taken, index: int) -> bool:
@@ -679,19 +672,21 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         failures = self._failures_of(current)
         if not failures:
             return None
+        is_step = current.name == "step"
+        infos = self._listed_infos(current.answers, resumed=is_step and current.resumed)
         results: list[Any] = [None] * self.num_envs
         for rows, reply in zip(self._slices, current.answers, strict=True):
             for slot, index in enumerate(range(rows.start, rows.stop)):
                 if index not in failures:
-                    seen = self._rows.row(reply, slot)
+                    seen, info = self._rows.row(reply, slot), infos[index]
                     ended = bool(reply.terminated[slot]), bool(reply.truncated[slot])
-                    results[index] = (seen, reply.rewards[slot], *ended) if current.name == "step" else seen
+                    results[index] = (seen, reply.rewards[slot], *ended, info) if is_step else (seen, info)
         return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode))
 
-    def _infos(self, replies: Sequence[RowsReply]) -> Infos:
+    def _infos(self, replies: Sequence[RowsReply], *, resumed: bool = False) -> Infos:
         """Return the infos as gymnasium merges them, or one for each env."""
         if not self._merges:
-            return self._listed_infos(replies)
+            return self._listed_infos(replies, resumed=resumed)
         infos: dict[str, Any] = {}
         for rows, reply in zip(self._slices, replies, strict=True):
             for slot, info in reply.extras.infos if reply.extras is not None else ():
@@ -700,14 +695,18 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     self._add_info(infos, final, rows.start + slot)
                     info = {key: value for key, value in info.items() if key not in final}
                 self._add_info(infos, info, rows.start + slot)
+        for index in range(self.num_envs if resumed else 0):
+            self._add_info(infos, {"multienv": {"resumed": True}}, index)
         return infos
 
-    def _listed_infos(self, replies: Sequence[RowsReply]) -> list[dict[str, Any]]:
-        """Return a dict of its own for each env."""
+    def _listed_infos(self, replies: Sequence[RowsReply | None], *, resumed: bool = False) -> list[dict[str, Any]]:
+        """Return a dict of its own for each env; an empty one for the envs of a lost worker, whose reply is None."""
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for rows, reply in zip(self._slices, replies, strict=True):
-            for slot, info in reply.extras.infos if reply.extras is not None else ():
+            for slot, info in reply.extras.infos if reply is not None and reply.extras is not None else ():
                 infos[rows.start + slot].update(info)
+        for info in infos if resumed else ():
+            info["multienv"] = {**info.get("multienv", {}), "resumed": True}
         return infos
 
     # --- calls and attributes ---------------------------------------------------------------------

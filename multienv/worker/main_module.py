@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from multiprocessing import reduction
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import gymnasium
@@ -115,12 +115,18 @@ def stand_in(script: MainScript) -> None:
 
 
 def refuse_while_importing(what: str) -> None:
-    """Raise UsageError if the main script is being imported: one without a guard would start its training again."""
-    if _looked_up:
-        raise UsageError(
-            f"{what} is made while a worker imports the main script, to find {_looked_up} in it. Put the code that "
-            "makes envs below `if __name__ == '__main__':`, so that an import does not run it."
-        )
+    """Raise UsageError if this worker is importing the code that calls: each worker would start workers of its own."""
+    if not isinstance(sys.modules.get("__main__"), MainModule):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = sys.modules.get(frame.f_globals.get("__name__", ""))
+        if frame.f_code.co_name == "<module>" and getattr(module, "__dict__", None) is frame.f_globals:
+            raise UsageError(
+                f"{what} is made while a worker imports {frame.f_code.co_filename}, line {frame.f_lineno}. Put the "
+                "code that makes envs below `if __name__ == '__main__':`, so that an import does not run it."
+            )
+        frame = frame.f_back
 
 
 _travelled: dict[str, Any] = {}

@@ -295,6 +295,27 @@ def test_an_env_that_is_too_slow_for_several_episodes_is_not_known_to_begin_anew
     assert rows["begins anew"]["meaning"] == "not known: only 0 episodes of at most 20 steps fit into 0.0 s"
 
 
+@pytest.mark.parametrize(
+    ("first", "least", "meaning"),  # builds 1 to 3 are those of the other checks
+    [
+        (5, 4, r"not known: The env's process was killed by SIGABRT .*"),
+        (4, 9, r"not known: only 5 episodes of at most \d+ steps before the env itself crashed or hung"),
+    ],
+)
+def test_of_an_env_that_crashes_by_chance_a_check_says_so_and_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, least: int, meaning: str
+) -> None:
+    monkeypatch.setattr(checks, "_ANEW_LEAST", least)
+    monkeypatch.setattr(checks, "_SECOND_TRIES_UNTIL", 0.0)
+    arguments = {"directory": str(tmp_path), "first": first}
+    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:Doomed", checks.repeats, checks.begins_anew, **arguments)
+    row = rows["begins anew"]
+    assert re.fullmatch(meaning, row["meaning"])
+    assert row["verdict"] == "note"
+    assert row["advice"] == "That may be chance: run the doctor again."
+    assert told["own_faults"]["crashed"] >= 1
+
+
 def test_an_env_that_draws_from_the_generators_of_the_process_gets_a_worker_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -409,12 +430,17 @@ def test_a_warning_that_each_process_prints_is_shown_once() -> None:
 def test_what_is_no_env_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text("import os\nnonsense\n")
     (tmp_path / "json.py").write_text("def make(): pass\n")
+    (tmp_path / "training.py").write_text(
+        "from kit import CounterEnv\nfrom multienv import SubprocessEnv\n"
+        "class Mine(CounterEnv):\n    pass\nSubprocessEnv(Mine).initialize()\n"
+    )
     for name, said in {
         "Cartpole-v1": "Cartpole-v1: no env with this id is registered. Did you mean CartPole-v1?",
         "no_such_module:make": "No module named 'no_such_module'",
         f"{tmp_path}/none.py:make": f"the file {tmp_path}/none.py does not exist",
         f"{tmp_path}/faulty.py:make": f"NameError: name 'nonsense' is not defined ({tmp_path}/faulty.py, line 2)",
         f"{tmp_path}/json.py:make": "another module has the name json; rename the file",
+        f"{tmp_path}/training.py:Mine": f"{tmp_path}/training.py, line 5. Put the code that makes envs below",
         f"{ODD_ENVS}": "also name the function or class that builds the env",
         f"{ODD_ENVS}:Chanse": f"Did you mean {ODD_ENVS}:Chance?",
     }.items():

@@ -182,6 +182,25 @@ with SubprocessEnv(Env) as env:
     assert "StaysBehind" in told
 
 
+@pytest.mark.parametrize("env_fn", ["Mine", 'lambda: gymnasium.make("the_module:Mine-v0")'])
+def test_module_without_a_guard_does_not_start_workers_in_its_workers(env_fn: str, tmp_path: Path) -> None:
+    module = f"""
+import gymnasium
+from kit import CounterEnv
+from multienv import SubprocessVectorEnv
+print("importing", __name__, flush=True)
+class Mine(CounterEnv):
+    pass
+gymnasium.register("Mine-v0", entry_point=Mine)
+SubprocessVectorEnv([{env_fn}])
+"""
+    (tmp_path / "the_module.py").write_text(module)
+    done = ran("import the_module", tmp_path)
+    assert done.stdout.splitlines()[1:] == ["importing the_module"] * 2
+    told = error_in(done)
+    assert f"{tmp_path}/the_module.py, line 9. Put the code that makes envs below" in told
+
+
 UNPICKLABLE = """
 LOCK = threading.Lock()
 

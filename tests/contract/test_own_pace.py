@@ -270,8 +270,8 @@ def test_what_the_others_returned_is_in_the_error() -> None:
         with pytest.raises(EnvsFailedError) as caught:
             envs.recv(2)
         assert caught.value.results[:2] == [None, None]
-        observation, reward, terminated, truncated = caught.value.results[2]
-        assert (observation[0], observation[3], terminated, truncated) == (1, 2, False, False)
+        observation, reward, terminated, truncated, info = caught.value.results[2]
+        assert (observation[0], observation[3], terminated, truncated, info) == (1, 2, False, False, {})
         assert reward == pytest.approx(3 * observation[2])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -60,10 +61,13 @@ def test_a_process_that_is_replaced_leaves_no_trace(limits: dict[str, Any]) -> N
     assert_same_trajectory(record, undisturbed(env_fn, num_steps=400, seed=3))
     assert statistics.recycled >= 1
     assert statistics.losses == statistics.restarts == 0
-    outcomes = {event.outcome for event in events if isinstance(event, Recycled)}
+    outcomes = Counter(event.outcome for event in events if isinstance(event, Recycled))
+    counted = [statistics.exact_recyclings, statistics.replayed_recyclings, statistics.reset_recyclings]
+    assert counted == [outcomes[outcome] for outcome in ("exact", "replayed", "reset")]
+    assert statistics.recycled == sum(counted)
     # Its episodes are short: most limits are noticed when one has ended.
     assert "reset" in outcomes or "recycle_after" in limits
-    assert outcomes <= {"reset", "exact", "replayed"}
+    assert outcomes.keys() <= {"reset", "exact", "replayed"}
 
 
 # --- a fresh process at the end of an episode ---------------------------------------------------

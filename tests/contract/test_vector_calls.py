@@ -102,6 +102,30 @@ def test_a_reset_that_raises_does_not_take_the_end_of_the_episode_with_it(face):
     envs.close()
 
 
+def tell_or_raise(fails_at, index, step):
+    if (index, step) == (1, fails_at):
+        raise ValueError(f"at step {step}")
+    return {"step": step, "name": f"env {index}"} if index else {}
+
+
+@both_faces
+def test_if_an_env_raises_the_error_has_the_infos_of_the_others(face):
+    with face([partial(TellingEnv, partial(tell_or_raise, 2), index) for index in range(3)]) as envs:
+        envs.reset(seed=0)
+        envs.step(np.zeros(3, int))
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.step(np.zeros(3, int))
+        expected = [{}, None, {"step": 2, "name": "env 2"}]
+        assert [result and result[1:] for result in caught.value.results] == [
+            info if info is None else (1.0, False, False, info) for info in expected
+        ]
+        envs.set_attr("tell", partial(tell_or_raise, 0))
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.reset(seed=0)
+        expected = [{}, None, {"step": 0, "name": "env 2"}]
+        assert [result and result[1] for result in caught.value.results] == expected
+
+
 @both_faces
 def test_a_reward_that_is_no_number(face):
     envs = face([partial(EchoEnv, (np.zeros(2, np.float32), reward, False, False, {})) for reward in (None, 1.0)])

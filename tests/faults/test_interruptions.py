@@ -326,6 +326,8 @@ def test_step_of_which_one_env_has_made_an_error_is_told_after_an_interruption_a
                 assert list(failed.failures) == [culprit], interruption.where
                 seen = [None if row is None else row[0][[0, 3]].tolist() for row in failed.results]
                 assert seen == [[1, 1], None, [1, 1], [1, 1]], interruption.where
+                resumed = {"multienv": {"resumed": True}} if interruption.fired else {}
+                assert [row and row[4] for row in failed.results] == [resumed, None, resumed, resumed]
                 after = envs.step(np.full(4, 3))[0]
                 assert after[:, 0].tolist() == [2, 0, 2, 2], interruption.where
             else:

@@ -743,8 +743,8 @@ MUTANTS = [
         "An exception of one env drops what its neighbours have returned.",
         6,
         "vector/hosted_vector_env.py",
-        'results[index] = (seen, reply.rewards[slot], *ended) if current.name == "step" else seen',
-        'results[index] = None if current.name == "step" else seen',
+        "results[index] = (seen, reply.rewards[slot], *ended, info) if is_step else (seen, info)",
+        "results[index] = None if is_step else (seen, info)",
     ),
     Mutant(
         "The neighbour of the env that ended the process is blamed.",

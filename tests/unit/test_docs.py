@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import pkgutil
 import re
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ def test_the_reference_has_every_public_name():
         assert f".. automodule:: {module}\n" in reference, f"add it to docs/api.md: {module}"
 
 
+def test_every_signature_of_the_reference_can_be_read():
+    """Sphinx cannot parse a default ``<factory>`` of a dataclass, and then shows the types as ``~typing.Any``."""
+    records = [value for name, value in vars(multienv).items() if name in multienv.__all__ and is_dataclass(value)]
+    assert multienv.Fragment in records
+    assert [one for record in records for one in fields(record) if one.default_factory is not MISSING] == []
+
+
 def test_what_is_to_be_installed_is_an_extra_of_the_package():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -47,6 +55,10 @@ def test_the_readme_is_read_in_five_minutes():
 def test_the_index_lists_every_page():
     listed = re.findall(r"^\w+$", (DOCS / "index.md").read_text(), re.MULTILINE)
     assert {page.stem for page in PAGES} - {"index"} <= set(listed)
+
+
+def test_pages_have_no_blocks_that_the_code_host_shows_as_source():
+    assert [page.name for page in PAGES if ":::" in page.read_text()] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "tutorial").glob("*.py")), ids=lambda path: path.name)
