@@ -527,7 +527,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         for env, reply in zip(taken.envs, taken.answers, strict=True):
             if env not in failures:
                 ended = bool(reply.terminated[0]), bool(reply.truncated[0])
-                returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended, infos_of([one])[0])
+                returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended, infos_of([reply])[0])
         return _collect("recv", failures, returned, *advice_after("step", self.autoreset_mode))
 
     def _has_episode(self, taken: Taken, index: int) -> bool:
