@@ -36,10 +36,10 @@ class NamedRequest(NamedTuple):
     content: Any
 
 
-def named(name: str, contents: Mapping[int, Any]) -> dict[int, NamedRequest]:
-    """Return requests of one name, given the content of each."""
-    made = map(partial(tuple.__new__, NamedRequest), zip(repeat(name), contents.values(), strict=False))
-    return dict(zip(contents, made, strict=True))
+def named(name: str, envs: Iterable[int], contents: Sequence[Any]) -> dict[int, NamedRequest]:
+    """Return requests of one name, by env, given the content of each."""
+    made = map(partial(tuple.__new__, NamedRequest), zip(repeat(name), contents, strict=False))
+    return dict(zip(envs, made, strict=True))
 
 
 class Result(NamedTuple):

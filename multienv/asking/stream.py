@@ -127,13 +127,13 @@ class Stream:
         """Tell whether the caller has all envs."""
         return not self.given and not self._ready
 
-    def give(self, name: str, requests: Mapping[int, Any], parts: Sequence[Any] | None = None) -> None:
+    def give(self, name: str, envs: Iterable[int], contents: Sequence[Any]) -> None:
         """Give requests to envs that the caller has: all of them, or none if an interruption comes meanwhile.
 
         Args:
             name: What the caller called: ``"step"``, ``"reset"``, …
-            requests: Env → an action, which the caller must not change any more, or a message.
-            parts: The actions once more, in the same order, in the form that is sent fastest.
+            envs: Which.
+            contents: For each of them an action, which the caller must not change any more, or a message.
         """
         if self.reader not in (0, get_ident()):
             raise CallPendingError(
@@ -141,10 +141,10 @@ class Stream:
             )
         self._carry_out()
         self.count_seconds()
-        is_all = not self._due
-        given = named(name, requests)
+        are_steps = name == "step" and not (self._due or self._sharing.is_shared)
+        given = named(name, envs, contents)
         self.decided = partial(Stream._note_given, requests=given)
-        self._ask(given if is_all and parts is not None and not self._sharing.is_shared else None, parts)
+        self._ask(given if are_steps else None, contents)
 
     def take(self, until: float = -inf) -> None:
         """Note what has come as ready; if nothing has, wait for something, by ``time.monotonic()`` until then."""
@@ -315,18 +315,18 @@ class Stream:
 
     # --- members ------------------------------------------------------------------------------------
 
-    def _ask(self, steps: Mapping[int, NamedRequest] | None = None, parts: Sequence[Any] | None = None) -> None:
+    def _ask(self, steps: Mapping[int, NamedRequest] | None = None, actions: Sequence[Any] = ()) -> None:
         """Ask the members that are free and for which there is something to ask. Again does nothing.
 
         Args:
             steps: All that there is to ask, if it is steps of envs that share no member; ``None``: it is to be found.
-            parts: The actions of these once more.
+            actions: Those of the steps once more, in the form that is sent fastest.
         """
         self._carry_out()
         if not self._due:
             return
         if steps is not None:
-            self._round().send(self._fan.members, steps, parts)
+            self._round().send(self._fan.members, steps, actions)
         else:
             asked, due, given = self._round().requests, self._sharing.due, self._given
             requests = {

@@ -272,7 +272,7 @@ class MultiEnv:
         chosen = {index: one for index, one in enumerate(requests) if one is not None}
         stream.refuse_busy("reset_async", chosen)
         self._seed_here(requests)
-        stream.give("reset", chosen)
+        stream.give("reset", chosen, list(chosen.values()))
 
     def send(self, actions: Sequence[Any], indices: Sequence[int] | None = None) -> None:
         """Send actions to some envs without waiting; :meth:`recv` returns the results.
@@ -293,8 +293,7 @@ class MultiEnv:
         chosen = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
         self._check_actions(actions, len(chosen), "send()")
         stream.refuse_busy("send", chosen)
-        own = own_copy(list(actions), "send()")
-        stream.give("step", dict(zip(chosen, own, strict=True)), own)
+        stream.give("step", chosen, own_copy(list(actions), "send()"))
 
     def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the first ``k`` envs that are ready, among the envs that got an action or a reset.

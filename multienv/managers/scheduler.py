@@ -138,7 +138,7 @@ class Scheduler:
 
     def step(self, actions: Mapping[int, Any]) -> None:
         """Send these steps: all of them, or none if an interruption comes meanwhile."""
-        self._stream.give("step", own_copy(dict(actions), "step()"))
+        self._stream.give("step", list(actions), own_copy(list(actions.values()), "step()"))
 
     def reset(self, chosen: Sequence[int]) -> None:
         """Reset these envs and wait until they are reset; steps under way are given up.
@@ -170,7 +170,7 @@ class Scheduler:
         """
         self.finish_calls()
         self._until_idle(messages)
-        self._stream.give(name, messages)
+        self._stream.give(name, messages, list(messages.values()))
         self.until(lambda: messages.keys() <= self._stream.ready.keys())
         self._fan.call_hooks()
         answers = {index: self._stream.ready[index] for index in messages}
@@ -223,7 +223,7 @@ class Scheduler:
             seed = self._seed_of(index, record.resets - 1) if seed is None else seed
             messages[index] = reset_of_one(seed, param.get("options"))
         if messages:
-            self._stream.give("reset", messages)
+            self._stream.give("reset", messages, list(messages.values()))
 
     # --- waiting ----------------------------------------------------------------------------------
 

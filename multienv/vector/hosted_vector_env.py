@@ -264,7 +264,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist(),
             )
             stream.refuse_busy(name, envs)
-            stream.give("reset", {env: (seeds[env], each[env]) for env in envs})
+            stream.give("reset", envs, [(seeds[env], each[env]) for env in envs])
             return
         self._settle(name if mask is None else f"{name} with a mask")
         self._mask = mask
@@ -451,8 +451,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 "them first. Nothing was sent."
             )
         if envs:
-            parts = self._cut(actions, envs)
-            stream.give("step", dict(zip(envs, parts, strict=True)), parts)
+            stream.give("step", envs, self._cut(actions, envs))
 
     def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> Some:
         """Wait for the first ``k`` envs that are ready, among those that :meth:`send` or ``reset_async`` has sent to.
