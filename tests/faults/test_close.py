@@ -306,6 +306,13 @@ def test_env_closes_that_are_cut_by_close_are_told_of_in_one_line(
     assert record.levelname == "WARNING"
 
 
+def test_close_of_many_workers_has_time_for_the_ends_of_all_of_them(tmp_path: Path) -> None:
+    """A second more for 64 workers: some of them close in that time, however busy the machine is."""
+    saving = [partial(FarewellEnv, close_seconds=0.2, left=str(tmp_path / str(number))) for number in range(64)]
+    SubprocessVectorEnv(saving, envs_per_worker=1, deadlines=Deadlines(close=0.05)).close()
+    assert [path for path in tmp_path.iterdir() if not path.suffix]
+
+
 def test_terminated_envs_are_not_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     envs = open_saving("vector", str(tmp_path / "saved"), 60, PATIENT)
     envs.close(terminate=True)  # the caller wants it so
