@@ -6,11 +6,13 @@ findings of earlier checks. If a check finds the env broken, the examination end
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -25,7 +27,7 @@ from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
-from multienv.cli.watching import Noticed, seeded, watched
+from multienv.cli.watching import Noticed, imported, seeded, watched
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvError, MultienvError, RestartBudgetExceeded, UsageError, WorkerHungError, WorkerLostError
 from multienv.events import Event, Loss, Recovery, Statistics
@@ -70,6 +72,10 @@ _TIMES_THE_SLOWEST, _LEAST_DEADLINE = 10.0, 1.0
 _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 # About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
+# A snapshot is measured in so many blocks of so many steps. So many steps or more are recommended between two of them.
+_BLOCKS, _BLOCK, _LEAST_EVERY = 9, 5, 20
+# Imports that take so many seconds, and half of a start, are worth a preload: of packages that take this part of them.
+_LONG_IMPORTS, _PART_OF_START, _PART_OF_IMPORTS = 1.0, 0.5, 0.1
 # Number of stderr lines shown of a lost worker.
 _LAST_WORDS = 10
 _USE_NP_RANDOM = "Take random numbers only from self.np_random."
@@ -126,8 +132,12 @@ class Patient:
         ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
             ``"strayed"``: repeated from a reset, and then otherwise. ``"differs"``: otherwise, though it counted as
             exact.
+        start: Seconds that a worker took to build the env.
         memory: Bytes of a worker that has just built the env.
+        preload: The packages to preload.
+        snapshot_every: The recommended option of RestartPolicy; 0: none.
         recycling: The options of RestartPolicy that help against the env's leaks.
+        steps: How many it has taken in all workers.
         crashed, hung: How often the env itself crashed or hung; the doctor's own strikes do not count.
         last_loss: The last such loss of a worker that was left alone.
         is_doomed: Whether it crashed in the same step each time: then it crashes in each replay, too.
@@ -148,8 +158,12 @@ class Patient:
     remembers: bool = False
     batch: Literal["shared", "alone", "none"] = "shared"
     ways: dict[str, Outcome] = field(default_factory=dict)
+    start: float = 0.0
     memory: int = 0
+    preload: tuple[str, ...] = ()
+    snapshot_every: int = 0
     recycling: list[str] = field(default_factory=list)
+    steps: int = 0
     crashed: int = 0
     hung: int = 0
     last_loss: WorkerLostError | None = None
@@ -196,10 +210,11 @@ class Patient:
         """Return the name of the first reset or step of a walk that is not as in the first one."""
         return walk.differs_at(self.first, observations=not self.noticed.incomparable)
 
+    @contextlib.contextmanager
     def worker(
         self, *, env_fn: EnvFn | None = None, step_deadline: float | None = None, **options: Any
-    ) -> SubprocessEnv:
-        """Return the env (or another one) in a worker that is not yet started. By default a loss raises.
+    ) -> Iterator[SubprocessEnv]:
+        """Start a worker with the env (or another one), and close it in the end. By default a loss raises.
 
         All workers begin with the same states of ``random`` and ``numpy.random``. If the env has hung, the recommended
         deadlines apply: otherwise each further hang would take 10 s.
@@ -210,7 +225,11 @@ class Patient:
             step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
         deadlines = Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
         build = seeded(env_fn or self.env_fn)
-        return SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, **options})
+        with SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, **options}) as env:
+            try:
+                yield env
+            finally:
+                self.steps += env.statistics().steps
 
 
 def examine(patient: Patient, report: Callable[[Row], object]) -> list[Row]:
@@ -290,8 +309,8 @@ def builds(patient: Patient) -> Row:
     """Send ``env_fn`` to a worker, and build the env there."""
     began = time.perf_counter()
     with patient.worker() as env:
-        ready, patient.memory = duration(time.perf_counter() - began), env.statistics().rss or 0
-    size = decimal(len(cloudpickle.dumps(patient.env_fn)))
+        patient.start, patient.memory = time.perf_counter() - began, env.statistics().rss or 0
+    size, ready = decimal(len(cloudpickle.dumps(patient.env_fn))), duration(patient.start)
     return Row("ok", f"env_fn takes {size}; its worker is ready after {ready}, and takes {decimal(patient.memory)}")
 
 
@@ -321,6 +340,35 @@ def steps(patient: Patient) -> Row:
     means += ": its episode is truncated there" if patient.is_doomed else ""
     verdict: Verdict = "truncates" if patient.is_doomed else "note"
     return Row(verdict, means, _to_run_again(patient, lost), foreign_frames(_last_words(lost)))
+
+
+def imports(patient: Patient) -> Row | None:
+    """Measure what the env imports if it starts slowly, and how long a start takes if that is preloaded."""
+    if sys.platform != "linux" or patient.start < _LONG_IMPORTS:
+        return None
+    function = getattr(patient.env_fn, "func", patient.env_fn)
+    own = str(getattr(function, "__module__", "")).partition(".")[0]
+    env_fn = partial(imported, cloudpickle.dumps(patient.env_fn), own)
+    began = time.perf_counter()
+    try:
+        with patient.worker(env_fn=env_fn) as env:
+            alone, each = time.perf_counter() - began, env.call("import_seconds")
+    except EnvError as error:  # it can be built, but not while its imports are measured
+        raise SpoiledError(str(error).partition("\n")[0]) from error
+    total = sum(each.values())
+    if total < max(_LONG_IMPORTS, _PART_OF_START * alone):
+        return None
+    names = tuple(sorted((one for one in each if each[one] > _PART_OF_IMPORTS * total), key=lambda one: -each[one]))
+    with patient.worker(preload=names):  # keeps the process that has imported them
+        began = time.perf_counter()
+        with patient.worker(preload=names):
+            preloaded = time.perf_counter() - began
+    listed = ", ".join(f"{name} {duration(each[name])}" for name in names)
+    means = f"a start takes {duration(alone)}, most of it for imports: {listed}; {duration(preloaded)} with preload"
+    if alone - preloaded < total / 2:
+        return Row("note", f"{means}, so that does not help", "See docs/options.md#preload for what it cannot import.")
+    patient.preload = names
+    return Row("note", means, "Preload them, as below: also each loss then costs less time.")
 
 
 def compares(patient: Patient) -> Row | None:
@@ -666,8 +714,53 @@ def _usage(env: SubprocessEnv) -> dict[str, int]:
         raise SpoiledError("the env ended its worker between two steps") from error
 
 
+# --- what a snapshot costs ------------------------------------------------------------------------
+
+
+def snapshots(patient: Patient) -> Row | None:
+    """Measure what a snapshot costs, if the env crashes or hangs by itself, and find how often they are worth it.
+
+    With n steps between two snapshots, and F between two faults, each step costs 1/n of a snapshot, and n / (2 F) steps
+    that are repeated. Both together cost the least if n² is 2 F times the steps that fit into the time of a snapshot.
+    """
+    if not patient.own_faults or patient.obstacle or "differs" in patient.ways.values():
+        return None
+    with_each = _block_seconds(patient, RestartPolicy(snapshot_every=_BLOCK, max_restarts=_MOST_LOSSES))
+    if not with_each:
+        return None
+    without = _block_seconds(patient, RestartPolicy(snapshots=False, max_restarts=_MOST_LOSSES))
+    cost = max(0.0, with_each / without - 1) * _BLOCK  # in steps
+    between_faults = patient.steps / (patient.crashed + patient.hung)
+    patient.snapshot_every = every = _rounded_down(max(_LEAST_EVERY, math.sqrt(2 * between_faults * cost)))
+    means = f"each takes as long as {cost:.0f} steps. A crash or hang comes about once in {between_faults:,.0f}: one "
+    means += f"every {every:,} is best, and slows the steps down by {cost / every:.0%}"
+    return Row("ok", means)
+
+
+def _block_seconds(patient: Patient, policy: RestartPolicy) -> float:
+    """Return the time that a block of steps takes, a snapshot included; 0.0 if the policy wants some and has none."""
+    found, ends = Walk(), []
+
+    def before_step(step: int) -> None:
+        if step % _BLOCK == 0:
+            ends.append(found.seconds)
+
+    with patient.worker(restart=policy, reports="") as env:
+        walk(env, _BLOCKS * _BLOCK + 1, before_step=before_step, found=found)
+        if policy.snapshots and not env.statistics().snapshots:
+            return 0.0
+    return float(np.median(np.diff(ends)))  # a loss makes only its own block longer
+
+
+def _rounded_down(steps: float) -> int:
+    """Return 20, 50, 100, 200, 500 and so on: the largest that is not larger."""
+    unit: int = 10 ** math.floor(math.log10(steps))
+    return next(factor * unit for factor in (5, 2, 1) if factor * unit <= steps)
+
+
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
-    builds, steps, compares, repeats, begins_anew, draws, shares, renders, forks, replays, hangs, leaks,
+    builds, steps, imports, compares, repeats, begins_anew, draws, shares, renders, forks, replays, hangs, leaks,
+    snapshots,
 )  # fmt: skip
 
 
@@ -791,6 +884,8 @@ def options_for(patient: Patient) -> str:
         options = [f"deadlines=Deadlines(step={step:.1f}, reset={reset:.1f})"]
     if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":
         options.append("envs_per_worker=1")
+    if patient.preload:
+        options.append(f"preload={patient.preload!r}".replace("'", '"'))
     if patient.variables:
         options.append(f"worker_env={patient.variables!r}".replace("'", '"'))
     restart = []
@@ -798,8 +893,8 @@ def options_for(patient: Patient) -> str:
         restart += ['on_crash="truncate"', 'on_timeout="truncate"']
     elif patient.ways.get("snapshot") == "differs":
         restart += ["snapshots=False"]
-    elif patient.own_faults and not patient.obstacle:
-        restart += ["snapshot_every=20"]
+    elif patient.snapshot_every:
+        restart += [f"snapshot_every={patient.snapshot_every:_}"]
     if patient.ways.get("journal") == "strayed":
         restart += ['accept="exact"']
     if patient.ways.get("journal") in ("exact", "replayed") and _outgrows_replays(patient):

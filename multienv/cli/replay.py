@@ -17,7 +17,7 @@ from rich.console import Console
 from multienv.cli.env_functions import env_functions
 from multienv.cli.options import ReportsOption, arguments_of, plain_console
 from multienv.cli.replaying import EnvRaised, Rerun
-from multienv.cli.texts import report_line, visible
+from multienv.cli.texts import duration, report_line, visible
 from multienv.errors import UsageError
 from multienv.reports import store
 from multienv.reports.crash import Report
@@ -54,7 +54,7 @@ def replay(
     ended the worker. Modules of --env are also found in the current directory. A report is a pickle: only replay
     reports that you trust.
 
-    Exit code 0: the fault did not happen again; 1: the env raised; 2: the report cannot be replayed.
+    Exit code 0: the fault did not happen again; 1: the env raised, or hung again; 2: the report cannot be replayed.
 
     For example:
 
@@ -124,8 +124,13 @@ def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any]
     what = what_happened(report.loss)
     say(what, report=report.path, what=what)
     run = Rerun(report, env_functions(report, env, arguments))
+    waiting, facts = "", {}
+    if run.hang_seconds is not None:
+        waiting = f"\nIf it hangs again, its stack is printed after {duration(run.hang_seconds)}, or at once by Ctrl-C."
+        waiting += " Then this command ends."
+        facts["hang_seconds"] = run.hang_seconds
     if run.was_building:
-        say("The process was lost while it built the env. Building the env ...", fatal="initialize")
+        say(f"The process was lost while it built the env. Building the env ...{waiting}", fatal="initialize", **facts)
         sys.stdout.flush()
         run.build()
         say("The fault did not happen again: the env was built.", came_again=False)
@@ -133,15 +138,15 @@ def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any]
     run.build()
     with Console(stderr=True).status(f"running {run.length} requests ..."):
         differences = run.run()
-    facts = {"requests": run.length, "differences": differences}
+    known = {"requests": run.length, "differences": differences}
     if differences:
         text = f"Some of the {run.length} answers differ from the recorded ones: {'; '.join(differences)}.\n"
-        say(f"{text}Is it the same env, and is it deterministic?", **facts)
+        say(f"{text}Is it the same env, and is it deterministic?", **known)
     else:
-        say(f"All {run.length} answers match the recorded ones.", **facts)
+        say(f"All {run.length} answers match the recorded ones.", **known)
     fatal = run.request()
     if fatal:
-        say(f"Now the fatal request: {fatal}", fatal=fatal)
+        say(f"Now the fatal request: {fatal}{waiting}", fatal=fatal, **facts)
     sys.stdout.flush()
     if debug:
         run.stop()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pdb
 import pickle
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +35,26 @@ class EnvRaised(Exception):  # noqa: N818 - it is not an error of the command
         self.failure = failure
 
 
+@contextlib.contextmanager
+def _ended_after(seconds: float | None) -> Iterator[None]:
+    """Print the stack and end this process if the block takes so many seconds, or at Ctrl-C; ``None``: do neither.
+
+    Both also work in C code that holds the GIL and never returns.
+    """
+    if seconds is None:
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.register(signal.SIGINT, chain=True)
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGINT)
+        signal.signal(signal.SIGINT, handler)
+
+
 class Rerun:
     """Runs the requests of a report.
 
@@ -43,11 +65,14 @@ class Rerun:
     Attributes:
         was_building: The process was lost while the envs were built.
         length: Number of requests before the fatal one.
+        hang_seconds: Seconds after which the fatal request counts as hung again; ``None``: the process did not hang.
     """
 
     def __init__(self, report: Report, env_fns: Sequence[EnvFn]) -> None:
         self.was_building = report.loss.command == "initialize"
         self._report, self._exact = report, report.build.exact
+        is_hung = report.loss.cause == "hung"
+        self.hang_seconds = None if not is_hung or report.deadline is None else 2 * report.deadline + 1
         self._fatal = next(split_entries(report.pending, report.end), None)
         self._replay = report.replay or Replay(b"")
         self.length = sum(1 for _ in split_entries(self._replay.entries, report.end))
@@ -72,7 +97,8 @@ class Rerun:
         """Build the envs, as a worker does. Raises :class:`EnvRaised`."""
         os.environ.update(worker_environment())
         build = replace(self._report.build, env_fns=b"", snapshots=-1, replacement=False)
-        answer = self._ask(-1, build)
+        with _ended_after(self.hang_seconds if self.was_building else None):
+            answer = self._ask(-1, build)
         if isinstance(answer, Failure):
             raise EnvRaised(f"env_fn raised {answer.type_name}: {answer.text}", answer)
         self._description = answer
@@ -120,13 +146,8 @@ class Rerun:
         """
         fatal, segment = self._fatal, self._segment
         assert fatal is not None
-        if self._report.loss.cause == "hung" and self._report.deadline is not None:
-            # If it hangs again, print the stack and end this process. This works without the GIL.
-            faulthandler.dump_traceback_later(2 * self._report.deadline + 1, exit=True)
-        try:
+        with _ended_after(self.hang_seconds):
             self._ask(~fatal.number, Replay(fatal.packed()))  # this number does not use the bank of the fatal request
-        finally:
-            faulthandler.cancel_dump_traceback_later()
         kind = segment.banks[fatal.number & 1].view[2]
         failures: dict[int, Failure] = {}
         if kind == FAILED:

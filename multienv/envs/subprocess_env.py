@@ -28,8 +28,7 @@ from multienv.errors import EnvsFailedError, ResultNotPicklableError
 from multienv.events import Hook, Statistics
 from multienv.recovery.rollouts import RolloutReply
 from multienv.recovery.state_machine import Process
-from multienv.recovery.supervisor import Supervisor, abandon_all
-from multienv.threads import close_at_once
+from multienv.recovery.supervisor import Supervisor, abandon_all, close_together
 from multienv.wire.codecs import Transition
 from multienv.wire.messages import GetAttribute, Message, Method, Render, Reset, SetAttribute, reset_of_one
 
@@ -523,7 +522,8 @@ def initialize_all(envs: Sequence[SupervisedEnv]) -> dict[int, BaseException]:
 
 def close_all(envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
     """Close envs side by side, so that several stuck ones take no longer than one."""
-    close_at_once([env.close for env in envs])
+    workers = [worker for worker in map(supervisor_of, envs) if worker is not None]
+    close_together(workers, [env.close for env in envs])
 
 
 def supervisor_of(env: Any) -> Supervisor | None:

@@ -27,8 +27,8 @@ from multienv.cores import spread
 from multienv.errors import ClosedError, EnvError, EnvsFailedError, RestartBudgetExceeded, UsageError, WorkerLostError
 from multienv.managers.config import EnvManagerConfig, EnvState, Timestep
 from multienv.recovery.state_machine import Episode
-from multienv.recovery.supervisor import Supervisor
-from multienv.threads import Task, close_at_once
+from multienv.recovery.supervisor import Supervisor, close_together
+from multienv.threads import Task
 from multienv.wire.actions import own_copy
 from multienv.wire.codecs import Transition
 from multienv.wire.messages import Message, reset_of_one
@@ -205,7 +205,7 @@ class Scheduler:
         self.closed = True
         self._closing.run()
         with interrupts.Held(self):
-            close_at_once([one.close for one in self.supervisors])
+            close_together(self.supervisors, [one.close for one in self.supervisors])
             self._fan.close()
             self._fan.forget()  # what watches the envs has descriptors
 

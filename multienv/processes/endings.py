@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from multienv.processes.channel import LONGEST_SLEEP, Channel
-from multienv.processes.worker_process import KILL_PATIENCE, ProcessChannel, readable
+from multienv.processes.worker_process import KILL_PATIENCE, ProcessChannel, crowd_seconds, readable
 from multienv.threads import start_plain_thread
 
 logger = logging.getLogger("multienv")
 
 # Seconds that a worker may take to finish the request that it is executing: it may hang, and its answer is not awaited.
 BUSY_PATIENCE = 0.5
+# So many of the envs that were not closed are named in a warning.
+_NAMED = 3
 
 
 class Ending:
@@ -23,20 +26,28 @@ class Ending:
 
     Args:
         channel: To the process, which has been told that no more requests will come.
+
+    Attributes:
+        cut: What the log is to say if the process was killed.
     """
 
     def __init__(self, channel: ProcessChannel) -> None:
         self.channel = channel
+        self.cut: Cut | None = None
         self._began = time.monotonic()
         self._killed = 0.0  # when; 0: it was not
+
+    @property
+    def _patience(self) -> float:
+        patience = self.channel.patience
+        return min(BUSY_PATIENCE, patience) if self.channel.is_busy() else patience
 
     @property
     def _due(self) -> float:
         """Return when there is something to do, unless the process ends before."""
         if self._killed:
             return self._killed + KILL_PATIENCE
-        patience = self.channel.patience
-        return self._began + (min(BUSY_PATIENCE, patience) if self.channel.is_busy() else patience)
+        return self._began + self._patience + crowd_seconds()
 
     @property
     def left(self) -> float:
@@ -52,15 +63,27 @@ class Ending:
             return False
         if self._killed:
             return True
-        busy = channel.is_busy()
+        cut = cut_short(channel.envs, self._patience, busy="a call" if channel.is_busy() else "")
         self._killed = now
         if channel.give_up() and channel.patience:
-            logger.warning(cut_short(channel.envs, now - self._began, busy="a call" if busy else ""))
+            self.cut = cut
         return False
 
 
-def cut_short(envs: str, seconds: float, *, busy: str = "") -> str:
-    """Return the warning that the process of envs was killed before they were closed.
+class Cut(NamedTuple):
+    """Holds what the log is to say of a process that was killed before its envs were closed.
+
+    Attributes:
+        envs: Its envs, such as "env 3".
+        what: What happened, the end of a sentence about ``close()`` of these envs, and what to do.
+    """
+
+    envs: str
+    what: str
+
+
+def cut_short(envs: str, seconds: float, *, busy: str = "") -> Cut:
+    """Return what the log is to say of a process that was killed before its envs were closed.
 
     Args:
         envs: The envs, such as "env 3".
@@ -68,13 +91,22 @@ def cut_short(envs: str, seconds: float, *, busy: str = "") -> str:
         busy: The call that was still being made; ``""``: none, the envs were being closed.
     """
     if busy:
-        return (
-            f"close() of {envs} was not called: {busy} had not ended after {seconds:.1f} s, and the process was killed."
-        )
-    return (
-        f"close() of {envs} was cut short: it had not returned after {seconds:.1f} s, and the process was killed. "
-        "Give it more time: Deadlines(close=...)."
-    )
+        what = f"was not called: {busy} had not ended after {seconds:.1f} s, and the process was killed."
+    else:
+        what = f"was cut short: it had not returned after {seconds:.1f} s, and the process was killed. "
+        what += "Give it more time: Deadlines(close=...)."
+    return Cut(envs, what)
+
+
+def log_cuts(cuts: Iterable[Cut]) -> None:
+    """Log one warning for all processes to which the same happened."""
+    kinds: dict[str, list[str]] = {}
+    for cut in cuts:
+        kinds.setdefault(cut.what, []).append(cut.envs)
+    for what, envs in kinds.items():
+        envs.sort(key=lambda name: (len(name), name))  # env 2 before env 10
+        more = f" and {len(envs) - _NAMED:,} more" if len(envs) > _NAMED else ""
+        logger.warning("close() of %s%s %s", ", ".join(envs[:_NAMED]), more, what)
 
 
 def end_all(channels: Sequence[ProcessChannel]) -> None:
@@ -84,11 +116,14 @@ def end_all(channels: Sequence[ProcessChannel]) -> None:
     """
     for channel in channels:
         channel.end_requests()
-    endings = [Ending(channel) for channel in channels]
-    while endings := [ending for ending in endings if not ending.is_over()]:
-        fates = [descriptor for ending in endings for descriptor in ending.channel.descriptors()[1:]]
-        if not readable(fates, min(ending.left for ending in endings)):
-            endings[0].channel.resume()
+    endings = left = [Ending(channel) for channel in channels]
+    try:
+        while left := [ending for ending in left if not ending.is_over()]:
+            fates = [descriptor for ending in left for descriptor in ending.channel.descriptors()[1:]]
+            if not readable(fates, min(ending.left for ending in left)):
+                left[0].channel.resume()
+    finally:
+        log_cuts(ending.cut for ending in endings if ending.cut)
 
 
 def let_go(channels: Sequence[Channel]) -> None:

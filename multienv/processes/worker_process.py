@@ -56,6 +56,8 @@ _FATE_PATIENCE = 1.0
 # Seconds given to the stack of a live process, and to SIGTERM, SIGKILL and the kernel.
 _STACK_PATIENCE = 1.0
 KILL_PATIENCE = 2.0
+# Seconds that the end of a process keeps a core busy, or less: of many that end at once, the last waits for the others.
+_END_SECONDS = 0.02
 # Seconds given to other workers to take descriptors that were sent to them, when too many are on their way.
 _LONGEST_HANDING = 30.0
 
@@ -305,7 +307,7 @@ class ProcessChannel(Channel):
         """Wait up to ``timeout`` seconds for the end of the process, else kill it; then release."""
         is_cut = False
         if self._gone is None and not self._is_released:
-            fate = self._learn(timeout)
+            fate = self._learn(timeout + crowd_seconds())
             if fate is None:
                 is_cut = self.give_up()
                 self.kill()
@@ -369,6 +371,11 @@ class ProcessChannel(Channel):
         """Release a process whose channel was not closed."""
         with contextlib.suppress(AttributeError):  # its making failed half way
             self.release()
+
+
+def crowd_seconds() -> float:
+    """Return how much longer a process may take to end because all others of this trainer may end at the same time."""
+    return _END_SECONDS * len(live)
 
 
 @interruptible

@@ -134,9 +134,7 @@ class Replacer:
         if ends_first:
             worker.stand_lost()  # from here on an exception leaves it so
             limit = worker.deadlines.close
-            warning = worker.ask_to_end(worker.channel, limit, time.monotonic() + limit, keep_memory=True)
-            if warning:
-                logger.warning(warning)
+            worker.ask_to_end(worker.channel, limit, time.monotonic() + limit, keep_memory=True)
         replacement = _replaced(worker.recoverer, position, generators)
         process, progress, reason = replacement.channel, replacement.progress, replacement.reason
         worker.refuse_if_closed("step", process)

@@ -19,7 +19,7 @@ import pickle
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from multienv.errors import (
 )
 from multienv.events import Hook, Loss, Outcome, Statistics
 from multienv.processes.channel import Channel, Fate, Gone, SystemErrors
-from multienv.processes.endings import BUSY_PATIENCE, cut_short, let_go
+from multienv.processes.endings import BUSY_PATIENCE, Cut, cut_short, let_go, log_cuts
 from multienv.recovery.answers import Answers, Read, call_answer, unreadable
 from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
 from multienv.recovery.deadlines import RequestDeadlines
@@ -100,7 +100,7 @@ from multienv.recovery.state_machine import (
     refusal,
 )
 from multienv.sometimes import sometimes
-from multienv.threads import Lock, beside
+from multienv.threads import Lock, beside, close_at_once
 from multienv.wire.banks import FAILED, entry_of
 from multienv.wire.codecs import Codec, RowsReply
 from multienv.wire.infos import Illegible
@@ -159,6 +159,20 @@ def abandon_all(workers: Iterable[Supervisor], is_finalizing: Callable[[], bool]
         let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
 
 
+def close_together(workers: Collection[Supervisor], calls: Iterable[Callable[[], Any]]) -> None:
+    """Make the calls that close these workers, all at the same time; log together what was cut short."""
+    cuts: list[Cut] = []
+    for worker in workers:
+        worker.cuts = cuts
+    try:
+        close_at_once(calls)
+    finally:
+        for worker in workers:
+            worker.cuts = None
+        if cuts:
+            beside(partial(log_cuts, cuts), _SOON)
+
+
 class Supervisor:
     """Keeps the envs of one worker alive.
 
@@ -183,6 +197,7 @@ class Supervisor:
         reporter: Counts and reports what happens to the envs.
         on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
+        cuts: Where close() puts what the log is to say if it kills the process; ``None``: it logs that itself.
     """
 
     __slots__ = (
@@ -215,6 +230,7 @@ class Supervisor:
         self.core: int | None = None
         self.asked_by: Any = None
         self.seeds: Any = None
+        self.cuts: list[Cut] | None = None
         self.on_spaces: Callable[[], Callable[[tuple[Any, Any]], object] | None] = lambda: None
         self._sharing = 0
         self.policy, self.deadlines = policy, deadlines
@@ -1287,7 +1303,7 @@ class Supervisor:
 
     def _end(self, limit: float) -> None:
         """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
-        channel, state, number, warning = self.channel, self.state, self.position.number + 1, ""
+        channel, state, number = self.channel, self.state, self.position.number + 1
         self.note_closed()
         if channel is None or state.process is Process.NONE:
             return
@@ -1298,24 +1314,31 @@ class Supervisor:
                 self.pending.publish(channel, number, state)  # again, if it was asked
                 is_idle = channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until))
                 if not is_idle:
-                    warning = cut_short(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()")
+                    channel.kill()
+                    self._note_cut(cut_short(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()"))
+                    return
             if is_idle:
-                warning = self.ask_to_end(channel, limit, until)
+                self.ask_to_end(channel, limit, until)
             else:
                 channel.kill()
         except Gone:
             channel.kill()
         except OSError:  # close() never raises; the monitor ends what is left
             logger.exception("close() could not end process %s", channel.pid)
-        if warning:
-            beside(partial(logger.warning, warning), _SOON)
 
-    def ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> str:
-        """Ask a process to close its envs and end; kill it if it has not by ``until``, and return what to say then."""
+    def _note_cut(self, cut: Cut) -> None:
+        """Log what became of a process that did not end by itself, or leave that to :func:`close_together`."""
+        if self.cuts is not None:
+            self.cuts.append(cut)
+        else:
+            beside(partial(log_cuts, [cut]), _SOON)
+
+    def ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> None:
+        """Ask a process to close its envs and end; kill it if it has not by ``until``, and tell the log then."""
         channel.is_closing = True
         self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))
-        is_cut = channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory)
-        return cut_short(channel.envs, limit) if is_cut else ""
+        if channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory):
+            self._note_cut(cut_short(channel.envs, limit))
 
     def abandon(self) -> Channel | None:
         """Release all without waiting; return the channel to the process, if there is one, for ``let_go()``."""

@@ -46,8 +46,7 @@ from multienv.errors import (
 from multienv.events import Statistics
 from multienv.recovery.rollouts import RolloutReply
 from multienv.recovery.state_machine import Process
-from multienv.recovery.supervisor import Supervisor, abandon_all
-from multienv.threads import close_at_once
+from multienv.recovery.supervisor import Supervisor, abandon_all, close_together
 from multienv.vector.batching import (
     Rows,
     action_cutter,
@@ -1010,7 +1009,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """
         patience = 0.0 if terminate else timeout
         with interrupts.Held(self):
-            close_at_once([partial(worker.close, patience) for worker in self._workers])
+            close_together(self._workers, [partial(worker.close, patience) for worker in self._workers])
             self._fanout.close()
             if hasattr(self, "_rows"):  # the envs have been built
                 self._rows.forget()

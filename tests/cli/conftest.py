@@ -13,4 +13,5 @@ def imports_are_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A command leaves directories on the import path, and modules of files imported."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    sys.modules.pop("odd_envs", None)
+    for name in ("odd_envs", "slow_env", "slow_package"):
+        sys.modules.pop(name, None)

@@ -109,10 +109,12 @@ class Doomed(Counted):
         first: The number of the first env with faults.
         times: How many faults there are.
         hangs: Hang instead of a crash.
+        ballast: MiB that a snapshot copies the page table of.
     """
 
-    def __init__(self, directory: str, first: int, times: int = 1000, hangs: bool = False) -> None:
+    def __init__(self, directory: str, first: int, times: int = 1000, hangs: bool = False, ballast: int = 0) -> None:
         super().__init__(directory)
+        self.ballast = bytearray(b"x") * (ballast << 20)
         self.times, self.hangs = times, hangs
         self.is_doomed = self.number >= first
         self.taken = 0

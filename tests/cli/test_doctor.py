@@ -172,7 +172,7 @@ def test_an_env_that_crashes_now_and_then_is_examined_to_the_end(in_short: list[
     result, told = run("doctor", f"{ODD_ENVS}:crashes_late", "--json")
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in told["checks"]}
-    assert list(rows) == in_short
+    assert list(rows) == [*in_short, "snapshots"]
     assert rows["replays"]["verdict"] == "ok"
     assert rows["leaks"]["meaning"].startswith("not known: The env's process was killed by SIGSEGV")
     assert "multienv replay " in rows["leaks"]["advice"]
@@ -196,7 +196,7 @@ def test_an_env_whose_workers_are_lost_again_and_again_ends_its_checks_and_not_t
     assert told["rows"]["leaks"]["meaning"].startswith("not known: The env's process ")
     assert (told["own_faults"]["hung"] > 6, told["own_faults"]["crashed"] > 6) == (True, False)
     deadlines = "deadlines=Deadlines(step=1.0, reset=1.0), "
-    assert f"* 8, {deadlines}envs_per_worker=1, restart=RestartPolicy(snapshot_every=20)" in told["code"]
+    assert f"* 8, {deadlines}envs_per_worker=1, restart=RestartPolicy(snapshot_every=" in told["code"]
     assert not any("np_random" in row["advice"] for row in told["checks"])
 
 
@@ -208,7 +208,41 @@ def test_a_check_that_the_env_itself_spoils_by_chance_is_tried_once_more(
     told = doomed(tmp_path, first=first, times=times)
     assert [row["verdict"] for row in told["checks"]] == ["ok"] * len(told["checks"])
     assert told["own_faults"] == {"crashed": times, "hung": 0}
-    assert "snapshot_every=20" in told["code"]
+    assert "snapshot_every=" in told["code"]
+
+
+@pytest.mark.usefixtures("in_short")
+def test_snapshots_of_a_large_process_are_recommended_rarely(tmp_path: Path) -> None:
+    """A fork of 300 MiB takes as long as hundreds of these steps."""
+    told = doomed(tmp_path, first=3, times=1, ballast=300)
+    every = re.search(r"snapshot_every=([\d_]+)", told["code"])
+    assert every is not None
+    assert int(every[1]) >= 100
+    assert f"one every {int(every[1]):,} is best" in told["rows"]["snapshots"]["meaning"]
+
+
+# --- imports --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaves", ["nothing", "a thread"])
+def test_packages_that_are_slow_to_import_are_preloaded_if_that_is_measured_to_help(
+    leaves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = "import threading\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
+    (tmp_path / "slow_package.py").write_text(f"import time\ntime.sleep(1.2)\n{thread if leaves == 'a thread' else ''}")
+    (tmp_path / "slow_env.py").write_text(
+        "import slow_package\nfrom kit import CounterEnv\nclass Slow(CounterEnv):\n    pass\n"
+    )
+    monkeypatch.setattr(checks, "_PART_OF_START", 0.1)  # on a busy machine all else takes long, too
+    monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.imports])
+    _, told = run("doctor", f"{tmp_path}/slow_env.py:Slow", "--json")
+    row = told["checks"][1]
+    assert row["name"] == "imports"
+    assert re.search(
+        r"a start takes .* most of it for imports: slow_package \d\.\d s.*; .* with preload", row["meaning"]
+    )
+    assert ('preload=("slow_package",' in told["code"]) == (leaves == "nothing")
+    assert ("that does not help" in row["meaning"]) == (leaves == "a thread")
 
 
 def test_the_conclusion_says_that_the_env_itself_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from typer.testing import CliRunner, Result
 
 import multienv
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, kill_worker
+from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.cli import app
 from multienv.errors import UsageError, WorkerLostError
@@ -124,8 +125,38 @@ def test_what_hung_is_ended_with_its_stack() -> None:
             env.step(1)
     result = run_process("replay", caught.value.report)
     assert result.returncode == 1
+    assert result.stdout.endswith(
+        "\nIf it hangs again, its stack is printed after 1.4 s, or at once by Ctrl-C. Then this command ends.\n"
+    )
     assert "Timeout" in result.stderr
     assert "faults.py" in result.stderr
+
+
+@pytest.mark.parametrize("moment", ["construct", "step"])
+def test_ctrl_c_ends_a_hang_in_c_code_with_its_stack(moment: Any, tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs"
+    env = SubprocessEnv(
+        partial(FaultyEnv, fault=Fault("hang_c", moment, once=hangs)),
+        restart=RAISE,
+        deadlines=Deadlines(start=2.0, step=0.2) if moment == "construct" else Deadlines(step=0.2),
+    )
+    with pytest.raises(WorkerLostError) as caught, env:
+        env.reset(seed=7)
+        env.step(1)
+    settle()
+    report = Path(caught.value.report)
+    rewritten(report, pickle.dumps(replace(load(report), deadline=1000.0)))
+    hangs.unlink()
+    command = [sys.executable, "-m", "multienv", "replay", str(report)]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": PATH}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert becomes_true(hangs.exists, 40.0)
+        process.send_signal(signal.SIGINT)
+        told, errors = process.communicate(timeout=20.0)
+    assert process.returncode == -signal.SIGINT
+    assert "If it hangs again, its stack is printed after 33 min, or at once by Ctrl-C." in told
+    assert "faults.py" in errors
 
 
 def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
