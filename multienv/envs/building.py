@@ -384,7 +384,7 @@ def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
     """
     turns = workers[0].recoverer.turns if workers else None
     # Else the cores would do all imports in no more time than two take, one after the other.
-    learns = len(workers) > 2 * busy_cores() and workers[0].position.build.tells_imports
+    learns = bool(workers) and workers[0].position.build.tells_imports and len(workers) > 2 * busy_cores()
     tasks: list[Task] = []
     for batch in (workers[:1], workers[1:]) if learns else (workers,):
         for worker in batch:

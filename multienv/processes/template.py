@@ -34,7 +34,6 @@ from multienv.processes.leftovers import children, kill, open_descriptors
 from multienv.processes.protocol import Order, close_all
 from multienv.wire.messages import Setting
 from multienv.worker import main as worker_main
-from multienv.worker import seeding
 
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
@@ -207,7 +206,6 @@ def _import(
     signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
     worker_main.take_surroundings(setting)
     before = {descriptor for descriptor in open_descriptors() if _is_open(descriptor)}  # not that of the list itself
-    generators = seeding.state_of_process()
     for name in names:
         package = name.partition(".")[0]
         if is_learned and (name in sys.modules or package in left_out):
@@ -217,13 +215,9 @@ def _import(
         except BaseException as error:
             if not is_learned:
                 return f"importing {name} raised {type(error).__name__}: {error}".rstrip(": ")
-        left, why = _left(before), ""
+        left = _left(before)
         if left:
             why = f"importing {name} has left {left}, which a fork would share or lose"
-        # The first worker has seeded these before it imported, a worker that is forked with it seeds them after that.
-        elif is_learned and seeding.state_of_process() != generators:
-            why = f"importing {name} changes the state of random or numpy.random; name it if no env uses these"
-        if why:
             return f"{package}{_LEFT_OUT}{why}" if is_learned else why
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     faulthandler.unregister(signal.SIGALRM)

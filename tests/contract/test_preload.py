@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -345,14 +346,28 @@ def test_auto_sets_the_variables_that_env_fn_sets_before_an_import(slow: Slow, i
         assert [line.split()[1] for line in imports()] == ["set", "set"]
 
 
-@pytest.mark.parametrize(
-    ("lines", "reason"),
-    [(THREAD, "has left threads"), ("import random; random.random()", "changes the state of random")],
-)
+def test_with_auto_a_run_with_kills_is_the_run_without_if_an_import_draws_random_numbers(slow: Slow) -> None:
+    slow("import random; random.random()")
+    with SubprocessEnv(DrawingEnv, preload="auto", worker_seed=1, reports="") as env:
+        calm = rollout(env, num_steps=10, seed=3)
+    with SubprocessEnv(DrawingEnv, preload="auto", worker_seed=1, restart=REPLAYED, reports="") as env:
+        struck = rollout(
+            env, num_steps=10, seed=3, before_step=lambda step: kill_worker(env) if step % 4 == 3 else None
+        )
+        assert env.statistics().exact_recoveries == 2
+    assert_same_trajectory(calm, struck)
+
+
+class DrawingEnv(ImportingEnv):
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, random.random(), terminated, truncated, info
+
+
 def test_auto_leaves_out_a_module_that_cannot_be_forked_and_says_so_once(
-    slow: Slow, imports: Any, capfd: pytest.CaptureFixture[str], lines: str, reason: str
+    slow: Slow, imports: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    slow(), slow(lines, "bad_module")
+    slow(), slow(THREAD, "bad_module")
     with no_leaks():
         env = SubprocessEnv(
             partial(ImportingEnv, "slow_module", "bad_module"), preload="auto", restart=REPLAYED, reports=""
@@ -365,7 +380,7 @@ def test_auto_leaves_out_a_module_that_cannot_be_forked_and_says_so_once(
         assert names_of(imports).count("slow_module") == 3
         told = capfd.readouterr().err
         env.close()
-    assert told.count("preload='auto' leaves out bad_module: importing bad_module " + reason) == 1
+    assert told.count("preload='auto' leaves out bad_module: importing bad_module has left threads") == 1
     assert told.count("leaves out") == 1
 
 
