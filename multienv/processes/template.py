@@ -38,7 +38,7 @@ from multienv.worker import main as worker_main
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
 _READY = b"ready"
-_LEFT_OUT = "\0"  # between the name of a package that is to be left out, and the reason
+_LEFT_OUT = "\0"  # before the name of a package that is to be left out, and before the reason
 _OWN = 5  # so many descriptors that come with an order are the worker's ends and stderr
 _MOST_TEXT = 2000
 # The pid of a worker that was forked, or the negative number of the error.
@@ -110,8 +110,8 @@ class Template:
         self._forget_process()
         if was_ready:
             return ""
-        left_out, _, why = why.rpartition(_LEFT_OUT)
-        if left_out:
+        if why.startswith(_LEFT_OUT):
+            _, left_out, why = why.split(_LEFT_OUT, 2)
             self.left_out.add(left_out)
             return f"preload='auto' leaves out {left_out}: {why}."
         self.refusal = f"preload is not used, and each worker imports {self._title} for itself: {why}."
@@ -218,7 +218,7 @@ def _import(
         left = _left(before)
         if left:
             why = f"importing {name} has left {left}, which a fork would share or lose"
-            return f"{package}{_LEFT_OUT}{why}" if is_learned else why
+            return f"{_LEFT_OUT}{package}{_LEFT_OUT}{why}" if is_learned else why
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     faulthandler.unregister(signal.SIGALRM)
     for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again
