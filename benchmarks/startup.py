@@ -1,7 +1,8 @@
 """Time until 8 envs of packages that are slow to import are ready to step, and from SIGKILL to the next step's return.
 
-With and without ``preload``, in turn; each in a new trainer, with one env per process. Recovery is by a replay, without
-snapshots: a worker that is recovered from a snapshot imports nothing. Packages that are not installed are left out.
+Without ``preload``, with names, and with ``"auto"``, in turn; each in a new trainer, with one env per process. Recovery
+is by a replay, without snapshots: a worker that is recovered from a snapshot imports nothing. Packages that are not
+installed are left out.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ PACKAGES = {
 }
 
 
-def measure(name: str, *, preload: bool) -> tuple[float, float]:
+def measure(name: str, preload: str) -> tuple[float, float]:
     """Return the seconds until the envs are ready, and the median from a kill to the next step's return."""
     package = PACKAGES[name]
     restart = RestartPolicy(snapshots=False, backoff=0.0)
@@ -140,7 +141,7 @@ def measure(name: str, *, preload: bool) -> tuple[float, float]:
     envs = SubprocessVectorEnv(
         [package.make] * NUM_ENVS,
         envs_per_worker=1,
-        preload=package.preload if preload else (),
+        preload={"": (), "names": package.preload, "auto": "auto"}[preload],
         restart=restart,
         reports="",
     )
@@ -156,10 +157,10 @@ def measure(name: str, *, preload: bool) -> tuple[float, float]:
     return ready, statistics.median(times)
 
 
-def measure_apart(name: str, *, preload: bool) -> tuple[float, float, float]:
+def measure_apart(name: str, preload: str) -> tuple[float, float, float]:
     """Do so in a new process; add the CPU time that it and its workers took: a busy machine does not change it."""
     before = cpu_seconds()
-    command = [sys.executable, __file__, "--measure", name, *(["--preload"] if preload else [])]
+    command = [sys.executable, __file__, "--measure", name, "--preload", preload]
     told = subprocess.run(command, capture_output=True, text=True, check=False)
     if told.returncode or "preload is not used" in told.stderr:
         raise RuntimeError(told.stderr)
@@ -179,21 +180,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--packages", nargs="*", default=list(PACKAGES))
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--preload", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--preload", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
-        print(json.dumps(measure(given.measure, preload=given.preload)))
+        print(json.dumps(measure(given.measure, given.preload)))
         return
-    print(f"{os.cpu_count()} cores; {NUM_ENVS} envs; seconds, medians of {given.rounds}: without / with preload")
+    print(f"{os.cpu_count()} cores; {NUM_ENVS} envs; seconds, medians of {given.rounds}: without / names / auto")
     for name in given.packages:
         if importlib.util.find_spec(name) is None:
             print(f"{name}: not installed")
             continue
-        rounds = [[measure_apart(name, preload=preload) for preload in (False, True)] for _ in range(given.rounds)]
+        rounds = [[measure_apart(name, preload) for preload in ("", "names", "auto")] for _ in range(given.rounds)]
         line = name.ljust(12)
         for index, what in enumerate(("start", "recovery", "CPU in all")):
-            before, after = (statistics.median(one[which][index] for one in rounds) for which in (0, 1))
-            line += f"  {what} {before:6.2f} / {after:5.2f} = {after / before:.2f} x"
+            before, names, auto = (statistics.median(one[which][index] for one in rounds) for which in range(3))
+            ratios = f"{names / before:.2f}, {auto / before:.2f} x"
+            line += f"  {what} {before:6.2f} / {names:5.2f} / {auto:5.2f} = {ratios}"
         print(line, flush=True)
 
 

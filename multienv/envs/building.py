@@ -19,6 +19,7 @@ from gymnasium.vector import AutoresetMode
 
 from multienv import interrupts
 from multienv.config import Deadlines, RestartPolicy, integer
+from multienv.cores import busy_cores
 from multienv.envs.pickling import pickled, pickled_env_fns
 from multienv.envs.process_seeds import ProcessSeeds, seeds_of_trainer
 from multienv.envs.unpicklable import culprit_in
@@ -34,7 +35,7 @@ from multienv.recovery.recoverer import Launcher
 from multienv.recovery.supervisor import Supervisor
 from multienv.recovery.turns import Turns
 from multienv.reports.store import directory_for
-from multienv.threads import Pool, side_by_side
+from multienv.threads import Pool, Task, side_by_side
 from multienv.wire.messages import Build, Setting, seeds_from
 from multienv.wire.shared_pickle import LARGE, SharedPickle, share
 from multienv.worker.host import Host
@@ -131,20 +132,25 @@ def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
     return given
 
 
-def checked_preload(preload: Sequence[str], backend: Backend) -> tuple[str, ...]:
-    """Return the names of modules; raise UsageError if they are none, or if ``backend`` cannot preload them."""
-    if (
-        isinstance(preload, str)
-        or not isinstance(preload, Sequence)
-        or not all(isinstance(one, str) for one in preload)
-    ):
-        raise UsageError(f"preload is {preload!r:.100}; give the names of modules, such as ('robosuite', 'torch').")
-    if preload and not backend.preloads:
+def checked_preload(preload: Sequence[str], backend: Backend) -> tuple[str, ...] | None:
+    """Return the names of modules; ``None``: they are to be learned.
+
+    Raises:
+        UsageError: They are no names, or ``backend`` cannot preload modules.
+    """
+    learns = isinstance(preload, str) and preload == "auto"
+    names = () if learns else preload
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names):
         raise UsageError(
-            f"preload={tuple(preload)!r:.100} needs workers that are forked beside the trainer: use "
+            f"preload is {preload!r:.100}; give the names of modules, such as ('robosuite', 'torch'), or 'auto'."
+        )
+    if preload and not backend.preloads:
+        given = preload if learns else tuple(names)
+        raise UsageError(
+            f"preload={given!r:.100} needs workers that are forked beside the trainer: use "
             "context='forkserver', on Linux, not on a cluster."
         )
-    return tuple(preload)
+    return None if learns else tuple(names)
 
 
 def arguments() -> tuple[str, ...]:
@@ -171,7 +177,7 @@ class WorkerOptions(TypedDict, total=False):
         preload: Names of modules that take long to import, such as ``("robosuite",)``. One process imports them, and
             the processes of the envs are forked from it, replacements too. If they cannot be (an import raised, or
             started a thread), a line on stderr says why, and each process imports for itself. Linux,
-            ``"forkserver"``.
+            ``"forkserver"``. ``"auto"``: that process imports what the envs that are built first have imported.
         worker_seed: Seed of ``random`` and ``numpy.random`` in the processes, a non-negative integer; each process gets
             its own, derived from this and its index. ``None``: they are derived from the trainer's ``random`` and
             ``numpy.random``, which are not advanced. So a script that seeds these two first gives the same run each
@@ -288,7 +294,8 @@ class Workers:
             title = f"multienv envs {index}-{index + len(env_fns) - 1}"
         variables = checked_variables(self._worker_env, (index or 0) if exact else next(self._numbers))
         setting = replace(self._setting, variables=variables)
-        preload = preload_of(self._preload, setting, self._preload_seconds) if self._preload else None
+        learns = self._preload is None
+        preload = None if self._preload == () else preload_of(self._preload or (), setting, self._preload_seconds)
         seeds = ProcessSeeds(seeds_from(self._seed, index or 0)) if self._seed is not None else seeds_of_trainer()
         packed = _packed(tuple(env_fns), shares=self._backend.shares)
         build = Build(
@@ -303,9 +310,14 @@ class Workers:
             snapshots=(restart.snapshot_every or 0) if restart.snapshots and restart.replays else -1,
             journal=restart.journal_limit * len(env_fns),
             title=title,
+            tells_imports=learns,
         )
         shared = packed if isinstance(packed, SharedPickle) else None
-        worker = self._supervisor(self._backend.launcher(title, shared, preload), build, index=index)
+        launcher = self._backend.launcher(title, shared, preload)
+        worker = self._supervisor(launcher, build, index=index)
+        if learns:
+            assert isinstance(launcher, Launch)
+            worker.recoverer.learn = launcher.learn
         self._first = self._first or worker
         worker.share_memory(self._first)
         worker.recoverer.turns = self._turns
@@ -368,17 +380,22 @@ def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
     """Start workers, and wait until their envs are built; return their errors by index in ``workers``.
 
     They build at the same time, or as many at a time as the turns of the first one allow, which all share from then on.
+    If it pays, the first one builds before the others, which are then forked with what it has imported.
     """
     turns = workers[0].recoverer.turns if workers else None
-    for worker in workers:
-        worker.recoverer.turns = turns
-        if turns is None:
-            worker.start()
-    interrupts.take_over()
-    # Else each is started by the thread that waits for it.
-    most = len(workers) if turns is None else min(len(workers), turns.most)
-    pool = Pool(max(1, most), "multienv-build")
-    tasks = side_by_side(pool, [worker.initialize for worker in workers])
+    # Else the cores would do all imports in no more time than two take, one after the other.
+    learns = bool(workers) and workers[0].position.build.tells_imports and len(workers) > 2 * busy_cores()
+    tasks: list[Task] = []
+    for batch in (workers[:1], workers[1:]) if learns else (workers,):
+        for worker in batch:
+            worker.recoverer.turns = turns
+            if turns is None:
+                worker.start()
+        interrupts.take_over()
+        # Else each is started by the thread that waits for it.
+        most = len(batch) if turns is None else min(len(batch), turns.most)
+        pool = Pool(max(1, most), "multienv-build")
+        tasks += side_by_side(pool, [worker.initialize for worker in batch])
     for worker in workers:
         worker.reporter.call_hooks()
     return {index: task.error for index, task in enumerate(tasks) if task.error is not None}

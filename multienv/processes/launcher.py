@@ -46,7 +46,7 @@ from multienv.processes.protocol import DROP, FREE, LAUNCH, PRELOAD, WAKE, Order
 from multienv.processes.worker_process import ProcessChannel, live, run_uninterrupted
 from multienv.sometimes import sometimes
 from multienv.threads import Lock
-from multienv.wire.messages import MainScript, Setting
+from multienv.wire.messages import Imports, MainScript, Setting
 from multienv.wire.segment import anonymous_file
 from multienv.wire.shared_pickle import SharedPickle
 
@@ -108,22 +108,31 @@ class Preload:
     The monitor keeps a process for it until nothing refers to this object.
 
     Args:
-        names: Of modules.
+        names: Of modules; none: they are learned from workers that have built their envs.
         setting: The surroundings in which they are imported.
         seconds: Time for the import; ``None``: no limit.
+
+    Attributes:
+        names: Those known so far. Without any, workers are forked from the monitor.
     """
 
     def __init__(self, names: Sequence[str], setting: Setting, seconds: float | None) -> None:
-        self.token = next(_tokens)
-        self._names = tuple(names)
-        self._imports = pickle.dumps((self._names, setting, seconds))
+        self.token, self.names = next(_tokens), tuple(names)
+        self._title, self._is_learned = ", ".join(names) or "what it needs", not names
+        self._setting, self._seconds = setting, seconds
+
+    def learn(self, imports: Imports) -> None:
+        """Add what a worker has imported; the variables that were set for that are set before it is imported again."""
+        self.names = tuple(dict.fromkeys(self.names + imports.names))
+        self._setting = replace(self._setting, variables={**self._setting.variables, **imports.variables})
 
     def tell(self, client: MonitorClient) -> None:
-        """Tell the monitor what to import when the first of these workers is launched. Raises OSError."""
+        """Tell the monitor what to import. Raises OSError."""
         descriptor = anonymous_file()
         try:
-            os.pwrite(descriptor, self._imports, 0)
-            client.send(Order(PRELOAD, token=self.token, title=", ".join(self._names)), [descriptor])
+            imports = pickle.dumps((self.names, self._setting, self._seconds, self._is_learned))
+            os.pwrite(descriptor, imports, 0)
+            client.send(Order(PRELOAD, token=self.token, title=self._title), [descriptor, *_standard_streams()])
         finally:
             os.close(descriptor)
 
@@ -143,7 +152,7 @@ def preload_of(names: Sequence[str], setting: Setting, seconds: float | None) ->
     return _preloads.get(key) or _preloads.setdefault(key, Preload(names, setting, seconds))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Launch:
     """Says how to launch the processes of one worker: the same for the first and every replacement.
 
@@ -163,11 +172,18 @@ class Launch:
 
     def start(self) -> ProcessChannel:
         """Launch a process; does not wait for it. Raises SystemLimitError, UsageError, ClosedError."""
-        token = 0 if self.preload is None else self.preload.token
+        preload = self.preload if self.preload is not None and self.preload.names else None
+        token = 0 if preload is None else preload.token
         title = self.title or "multienv worker"
         order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, token, title)
         shared = -1 if self.shared is None else self.shared.handed()
-        return run_uninterrupted(partial(_launched, order, shared, self.preload))
+        return run_uninterrupted(partial(_launched, order, shared, preload))
+
+    def learn(self, imports: Imports) -> None:
+        """Have the monitor import at once what a worker has imported, for those that are launched later."""
+        preload, client = self.preload, _client
+        if preload is not None and client is not None and not set(imports.names) <= set(preload.names):
+            run_uninterrupted(partial(_learned, client, preload, imports))
 
     def wake_kept(self, token: int) -> ProcessChannel | None:
         """Wake the snapshot kept under this token, as a new process with a new segment; ``None`` if it is gone.
@@ -185,7 +201,8 @@ class Launch:
         _send_at_once(Order(FREE, token=token))
 
     def close(self) -> None:
-        """Release what is shared; the monitor ends by itself."""
+        """Release what is shared; the monitor ends by itself, and a preload's process with the last of its workers."""
+        self.preload = None
         if self.shared is not None:
             self.shared.close()
 
@@ -211,7 +228,7 @@ class MonitorClient:
         except BaseException:
             self._control.close()
             raise
-        self._preloads: set[int] = set()  # tokens of those that the monitor knows
+        self._preloads: dict[int, tuple[str, ...]] = {}  # names that the monitor knows, by token
         self._closing = Lock()  # held for moments: the socket is not closed while another thread sends
         self._waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread is to be had: is_alive() takes note of its end
@@ -246,9 +263,9 @@ class MonitorClient:
 
     def know(self, preload: Preload) -> None:
         """Tell the monitor of a preload, unless it knows it. Raises OSError."""
-        if preload.token not in self._preloads:
+        if self._preloads.get(preload.token) != preload.names:
             preload.tell(self)
-            self._preloads.add(preload.token)
+            self._preloads[preload.token] = preload.names
 
     def resume(self) -> None:
         """Resume the monitor if it has been stopped; called before each wait for the monitor."""
@@ -320,6 +337,13 @@ def _launched(order: Order, shared: int = -1, preload: Preload | None = None) ->
         if error.errno is None:  # a signal handler's: see SystemErrors
             raise
         raise limit_error(error) from None
+
+
+def _learned(client: MonitorClient, preload: Preload, imports: Imports) -> None:
+    """Add imports to a preload, and tell the monitor of them."""
+    with _turn, contextlib.suppress(OSError):  # the next launch tells it
+        preload.learn(imports)
+        client.know(preload)
 
 
 def _tell_no_launch(descriptors: Sequence[int]) -> None:

@@ -282,8 +282,7 @@ class Monitor:
         elif order.operation == WAKE:
             self._wake(self._take_kept(order.token), descriptors)
         elif order.operation == PRELOAD:
-            own_folder = made(self._folder and f"{self._folder}/preload{order.token}")
-            self._templates[order.token] = Template(descriptors, order.title, self._folder, own_folder)
+            self._preload(order, descriptors)
         else:
             close_all(descriptors)
             if order.operation == FREE:
@@ -384,6 +383,21 @@ class Monitor:
 
     # --- templates ----------------------------------------------------------------------------
 
+    def _preload(self, order: Order, descriptors: list[int]) -> None:
+        """Begin a template; one with this token begins anew, because there is more to import."""
+        template = self._templates.get(order.token)
+        if template is None:
+            own_folder = made(self._folder and f"{self._folder}/preload{order.token}")
+            template = self._templates[order.token] = Template(order.title, self._folder, own_folder)
+        take_streams(descriptors, own=1)
+        template.take_imports(descriptors)
+        if template.refusal:
+            return
+        self._end(template)
+        self._launch_waiting(template)
+        with contextlib.suppress(OSError):  # a launch tries it again
+            self._begin(template)
+
     def _begin(self, template: Template) -> None:
         """Begin the process of a template, and listen to it. Raises OSError."""
         template.begin()
@@ -410,18 +424,25 @@ class Monitor:
             kill([template.pid])  # _reap() goes on
 
     def _lose_template(self, template: Template, code: int) -> None:
-        """Note that a template has ended: if it was good, the next launch forks another, else workers do without."""
+        """Note that a template has ended: if it was good, the next launch forks another, else workers do without.
+
+        One that is to leave out a package begins again; launches that wait do not wait for that.
+        """
         self._forget(template.fileno())
-        if template.note_end(code) and takes_more(2, STDERR_PATIENCE):
+        why = template.note_end(code)
+        if why and takes_more(2, STDERR_PATIENCE):
             with contextlib.suppress(OSError):
-                os.write(2, f"multienv: {template.refusal}\n".encode())
+                os.write(2, f"multienv: {why}\n".encode())
         self._launch_waiting(template)
+        if why and not template.refusal:
+            with contextlib.suppress(OSError):
+                self._begin(template)
 
     def _launch_waiting(self, template: Template) -> None:
         waiting, template.waiting = template.waiting, []
         for order, descriptors in waiting:
             self._forget(descriptors[0])
-            self._launch(order, descriptors)
+            self._launch(order if template.is_ready else replace(order, token=0), descriptors)
 
     def _drop_template(self, token: int) -> None:
         """End the template with this token, because no env needs it."""
@@ -430,6 +451,9 @@ class Monitor:
             return
         for _, descriptors in template.waiting:
             self._decline_waiting(descriptors)
+        self._end(template)
+
+    def _end(self, template: Template) -> None:
         if template.pid:
             self._forget(template.fileno())
             template.end()
@@ -697,13 +721,14 @@ def made(folder: str) -> str:
     return ""
 
 
-def take_streams(descriptors: list[int]) -> None:
+def take_streams(descriptors: list[int], own: int = OWN_DESCRIPTORS) -> None:
     """Take the trainer's stdout and stderr from the end of those of an order, and have them in place of the monitor's.
 
-    A worker inherits the one; what workers write to stderr is written to the other, that of all workers to the newest.
+    The first ``own`` descriptors are others. A worker inherits stdout; what all workers write to stderr is written to
+    the newest stderr.
     """
-    streams = descriptors[OWN_DESCRIPTORS:]
-    del descriptors[OWN_DESCRIPTORS:]
+    streams = descriptors[own:]
+    del descriptors[own:]
     for number, stream in zip((1, 2), streams, strict=False):
         os.dup2(stream, number)
         os.close(stream)

@@ -24,7 +24,8 @@ from multienv.processes.channel import Fate
 # Where descriptors run out, the first ones are received: over the fate socket it is told why there is no process.
 LAUNCH = 1
 FREE = 2  # end the snapshot kept under this token
-PRELOAD = 6  # launches with this token are to fork a template; descriptor: a file that says what it imports
+# Launches with this token are to fork a template; descriptors: a file that says what it imports; stdout and stderr.
+PRELOAD = 6
 DROP = 7  # end the template with this token
 # Of the descriptors that come with LAUNCH, those that are the worker's own.
 OWN_DESCRIPTORS = 3

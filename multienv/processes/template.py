@@ -25,6 +25,7 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,6 +38,7 @@ from multienv.worker import main as worker_main
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
 _READY = b"ready"
+_LEFT_OUT = "\0"  # before the name of a package that is to be left out, and before the reason
 _OWN = 5  # so many descriptors that come with an order are the worker's ends and stderr
 _MOST_TEXT = 2000
 # The pid of a worker that was forked, or the negative number of the error.
@@ -48,7 +50,6 @@ class Template:
     """Holds what the monitor knows of a template.
 
     Args:
-        descriptors: One, of a file that says what to import: names, surroundings and seconds, pickled.
         title: The names.
         folder: Holds the folders of workers for temporary files; ``""``: there is none.
         own_folder: For the temporary files of the imports; ``""``: the trainer's.
@@ -58,14 +59,19 @@ class Template:
         is_ready: It has imported, and can be forked.
         refusal: Why it is never to be used; empty if nothing speaks against it.
         waiting: Launches that wait until the import is done, with their descriptors.
+        left_out: Packages that a process for ``preload="auto"`` is not to import, because they cannot be forked.
     """
 
-    def __init__(self, descriptors: list[int], title: str, folder: str, own_folder: str) -> None:
+    def __init__(self, title: str, folder: str, own_folder: str) -> None:
         self._title, self._folder, self._told = title, folder, b""
         self.pid, self.is_ready, self.refusal, self.own_folder = 0, False, "", own_folder
         self.waiting: list[tuple[Order, list[int]]] = []
+        self.left_out: set[str] = set()
         self._channel: socket.socket | None = None
         self._imports = b""
+
+    def take_imports(self, descriptors: list[int]) -> None:
+        """Read what to import from a file: the arguments of ``_import`` but the first, pickled; close the file."""
         for descriptor in descriptors:
             self._imports = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         close_all(descriptors)
@@ -77,7 +83,7 @@ class Template:
         try:
             pid = os.fork()
             if pid == 0:
-                _serve(theirs, monitor, self._imports, self._folder, self.own_folder)
+                _serve(theirs, monitor, self._imports, self.left_out, self._folder, self.own_folder)
         except OSError:
             ours.close()
             raise
@@ -96,16 +102,20 @@ class Template:
             self._told = self._channel.recv(_MOST_TEXT, socket.MSG_DONTWAIT)
         self.is_ready = self._told == _READY
 
-    def note_end(self, code: int) -> bool:
-        """Note that the process has ended with this exit code; tell whether it was no good."""
+    def note_end(self, code: int) -> str:
+        """Note that the process has ended with this exit code; return what to tell the user if it was no good."""
         if not self._told:
             self.hear()
-        was_ready = self.is_ready
-        if not was_ready:
-            why = self._told.decode(errors="replace") or _words(code)
-            self.refusal = f"preload is not used, and each worker imports {self._title} for itself: {why}."
+        was_ready, why = self.is_ready, self._told.decode(errors="replace") or _words(code)
         self._forget_process()
-        return not was_ready
+        if was_ready:
+            return ""
+        if why.startswith(_LEFT_OUT):
+            _, left_out, why = why.split(_LEFT_OUT, 2)
+            self.left_out.add(left_out)
+            return f"preload='auto' leaves out {left_out}: {why}."
+        self.refusal = f"preload is not used, and each worker imports {self._title} for itself: {why}."
+        return self.refusal
 
     def fork(self, order: Order, descriptors: Sequence[int]) -> int:
         """Fork a worker, with these descriptors and the stdout of this process; return its pid.
@@ -158,14 +168,16 @@ def _words(code: int) -> str:
 # --- in the process -------------------------------------------------------------------------------
 
 
-def _serve(channel: socket.socket, monitor: int, imports: bytes, folder: str, own_folder: str) -> NoReturn:
+def _serve(
+    channel: socket.socket, monitor: int, imports: bytes, left_out: AbstractSet[str], folder: str, own_folder: str
+) -> NoReturn:
     """Import, tell the monitor what came of it, then fork a worker for each order."""
     try:
         part_from_monitor(monitor, [channel.fileno()])
         worker_main.set_title("multienv preload")
         if own_folder:
             os.environ["TMPDIR"] = own_folder
-        refusal = _import(*pickle.loads(imports))
+        refusal = _import(left_out, *pickle.loads(imports))
         worker_main.take_signals()  # a module may have set others
         channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _READY)
         while not refusal:
@@ -177,23 +189,36 @@ def _serve(channel: socket.socket, monitor: int, imports: bytes, folder: str, ow
         os._exit(0)
 
 
-def _import(names: Sequence[str], setting: Setting, seconds: float | None) -> str:
-    """Import modules; return why this process cannot be forked, or an empty text. After so many seconds it is killed.
+def _import(
+    left_out: AbstractSet[str], names: Sequence[str], setting: Setting, seconds: float | None, is_learned: bool
+) -> str:
+    """Import modules; return why this process cannot be forked, or an empty text.
 
-    By SIGALRM, which also ends an import that hangs in C code.
+    Args:
+        left_out: Packages not to import.
+        names: Of the modules.
+        setting: The surroundings.
+        seconds: After which the process is killed: by SIGALRM, which also ends an import that hangs in C code.
+        is_learned: The user has not named the modules: one that cannot be imported is passed over, and one that speaks
+            against a fork is told, to be left out.
     """
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
     worker_main.take_surroundings(setting)
     before = {descriptor for descriptor in open_descriptors() if _is_open(descriptor)}  # not that of the list itself
     for name in names:
+        package = name.partition(".")[0]
+        if is_learned and (name in sys.modules or package in left_out):
+            continue
         try:
             importlib.import_module(name)
         except BaseException as error:
-            return f"importing {name} raised {type(error).__name__}: {error}".rstrip(": ")
+            if not is_learned:
+                return f"importing {name} raised {type(error).__name__}: {error}".rstrip(": ")
         left = _left(before)
         if left:
-            return f"importing {name} has left {left}, which a fork would share or lose"
+            why = f"importing {name} has left {left}, which a fork would share or lose"
+            return f"{_LEFT_OUT}{package}{_LEFT_OUT}{why}" if is_learned else why
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     faulthandler.unregister(signal.SIGALRM)
     for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again

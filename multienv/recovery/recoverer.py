@@ -31,7 +31,17 @@ from multienv.sometimes import sometimes
 from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32, split_entries
 from multienv.wire.codecs import Codec
 from multienv.wire.infos import Illegible
-from multienv.wire.messages import Build, Description, Failure, Message, Replay, call_user_code, is_reset, pack_message
+from multienv.wire.messages import (
+    Build,
+    Description,
+    Failure,
+    Imports,
+    Message,
+    Replay,
+    call_user_code,
+    is_reset,
+    pack_message,
+)
 from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
@@ -126,6 +136,7 @@ class Recoverer:
         codec: Encodes actions and decodes replies; known then.
         restarts: Processes started in place of lost ones.
         turns: Bounds how many workers build at the same time; ``None``: nothing does.
+        learn: Called with what a process has imported to build the envs, if it was asked for that.
     """
 
     def __init__(
@@ -140,6 +151,7 @@ class Recoverer:
         self.codec: Codec | None = None
         self.restarts = 0
         self.turns: Turns | None = None
+        self.learn: Callable[[Imports], object] = lambda imports: None
         self._launcher = launcher
         self._policy = policy
         self._deadlines = deadlines
@@ -281,6 +293,8 @@ class Recoverer:
 
     def _note(self, build: Build, description: Description) -> None:
         """Keep the description of the envs; raise Unrecoverable if their spaces differ from the first time."""
+        if description.imports is not None:
+            self.learn(description.imports)
         if self.description is None:
             self.codec = Codec(description, build.exact, build.space, build.autoreset)
             self.description = description

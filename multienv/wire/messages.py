@@ -76,6 +76,7 @@ class Build:
         replacement: The worker replaces a lost one: its first snapshot is taken at once.
         starts: Part of the envs' time that saving the states of generators before resets may take; 0: none are saved.
         title: What ``ps`` shows.
+        tells_imports: The answer tells what was imported to build the envs.
         generators: Slot → state of its random generators, put back before its first reset: the env of an earlier
             process has ended between two episodes, and this one takes its place.
     """
@@ -93,6 +94,7 @@ class Build:
     replacement: bool = False
     starts: float = 0.0
     title: str = ""
+    tells_imports: bool = False
     generators: Mapping[int, bytes] = field(default_factory=dict)
 
 
@@ -103,6 +105,19 @@ def seeds_from(*numbers: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Imports:
+    """Tells what was imported to build the envs.
+
+    Attributes:
+        names: Modules of installed packages; a module comes after those that it has imported.
+        variables: Environment variables that were set meanwhile.
+    """
+
+    names: tuple[str, ...]
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
     """Describes the envs, once they are built.
 
@@ -110,6 +125,7 @@ class Description:
         spaces: Observation and action space of each slot.
         metadata, spec, render_mode: Of the first env.
         seconds: What the construction took, with its imports.
+        imports: If ``Build.tells_imports``.
     """
 
     spaces: tuple[tuple[Any, Any], ...]
@@ -117,6 +133,7 @@ class Description:
     spec: Any
     render_mode: str | None
     seconds: float = 0.0
+    imports: Imports | None = None
 
 
 @dataclass(frozen=True, slots=True)

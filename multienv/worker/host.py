@@ -58,6 +58,7 @@ from multienv.wire.segment import BUSY, REPLAYING, SLOT, Segment
 from multienv.worker import seeding
 from multienv.worker.env_group import EnvGroup
 from multienv.worker.failures import failure_of, pickled
+from multienv.worker.imports import BeforeBuild
 from multienv.worker.registrations import built
 from multienv.worker.replies import answer, answer_failure
 from multienv.worker.rollouts import RolloutRunner
@@ -170,6 +171,7 @@ class Host:
     def _build(self, number: int, message: Build) -> None:
         segment = self._segment
         self._on_build(message)
+        before = BeforeBuild() if message.tells_imports else None
         if message.seeds is not None:
             seeding.seed_process(message.seeds)
         specs = b"" if message.setting is None else message.setting.registrations
@@ -190,7 +192,8 @@ class Host:
         group = EnvGroup(envs, message, segment)
         layout = layout_of_envs(group.exact, group.observation_space, group.action_space, group.slots, group.autoreset)
         # The reply lies in the small bank: the trainer knows no other yet.
-        described = replace(group.describe(), seconds=perf_counter() - began)
+        imports = None if before is None else before.imports()
+        described = replace(group.describe(), seconds=perf_counter() - began, imports=imports)
         self._answer(number, described, "its constructor (spaces, metadata, spec)")
         self._group = group
         self._lay_out(layout)

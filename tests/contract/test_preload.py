@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from multienv import (
     SubprocessVectorEnv,
     create_subprocess_envs,
 )
-from multienv.errors import UsageError
+from multienv.errors import EnvsFailedError, UsageError
 
 REPLAYED = RestartPolicy(snapshots=False, backoff=0.0)
 LINE = "preload is not used, and each worker imports {} for itself: {}"
@@ -37,16 +38,18 @@ Slow = Callable[..., str]
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
     """Return what writes a module: it notes each import, then runs the lines it is given; and return its name."""
+    (tmp_path / "site-packages").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
 
-    def write(lines: str = "", name: str = "slow_module") -> str:
+    def write(lines: str = "", name: str = "slow_module", folder: str = "site-packages") -> str:
         note = f"""
             import os, sys
             VALUE = os.environ.get("PRELOAD_TEST")
             with open({str(tmp_path / "imports")!r}, "a") as notes:
-                notes.write(f"{{os.getpid()}} {{VALUE}}\\n")
+                notes.write(f"{{os.getpid()}} {{VALUE}} {{__name__}}\\n")
         """
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(note) + textwrap.dedent(lines))
+        (tmp_path / folder / f"{name}.py").write_text(textwrap.dedent(note) + textwrap.dedent(lines))
         importlib.invalidate_caches()
         return name
 
@@ -55,16 +58,17 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 @pytest.fixture
 def imports(tmp_path: Path) -> Callable[[], list[str]]:
-    """Return what lists the imports so far: the pid, and the variable that the module saw."""
+    """Return what lists the imports so far: the pid, the variable that the module saw, and its name."""
     return lambda: (tmp_path / "imports").read_text().splitlines() if (tmp_path / "imports").exists() else []
 
 
 class ImportingEnv(CounterEnv):
-    """Imports the module in its constructor."""
+    """Imports the modules in its constructor."""
 
-    def __init__(self, name: str = "slow_module") -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
-        self.value = importlib.import_module(name).VALUE
+        for name in names or ("slow_module",):
+            self.value = importlib.import_module(name).VALUE
         self.pid = os.getpid()
         self.parent = os.getppid()
 
@@ -96,12 +100,13 @@ def test_modules_are_imported_once_for_all_workers_and_their_replacements(slow: 
         assert len(imports()) == 1
 
 
-def test_a_run_with_kills_is_the_run_without(slow: Slow, imports: Any) -> None:
-    name = slow()
-    with SubprocessEnv(ImportingEnv, preload=(name,), worker_seed=1, reports="") as env:
+@pytest.mark.parametrize("preload", [("slow_module",), "auto"])
+def test_a_run_with_kills_is_the_run_without(slow: Slow, preload: Any) -> None:
+    slow()
+    with SubprocessEnv(ImportingEnv, preload=preload, worker_seed=1, reports="") as env:
         calm = rollout(env, num_steps=30, seed=3)
     for restart in (REPLAYED, RestartPolicy(backoff=0.0)):
-        with SubprocessEnv(ImportingEnv, preload=(name,), worker_seed=1, restart=restart, reports="") as env:
+        with SubprocessEnv(ImportingEnv, preload=preload, worker_seed=1, restart=restart, reports="") as env:
             struck = rollout(
                 env, num_steps=30, seed=3, before_step=lambda step: kill_worker(env) if step % 7 == 3 else None
             )
@@ -261,8 +266,6 @@ def test_envs_with_the_same_settings_share_a_template_which_ends_with_the_last_o
         for env in (first, second):
             assert is_alive(template)
             env.close()
-        del env, first, second
-        gc.collect()
         assert_ends(template)
 
 
@@ -273,9 +276,151 @@ def test_a_manager_preloads(slow: Slow, imports: Any) -> None:
     assert len(imports()) == 1
 
 
-def test_a_preload_where_workers_are_not_forked_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"preload=\('torch',\) needs workers that are forked.*context='forkserver'"):
-        SubprocessEnv(CounterEnv, preload=["torch"], context="spawn")
+@pytest.mark.parametrize(("preload", "shown"), [(["torch"], r"\('torch',\)"), ("auto", "'auto'")])
+def test_a_preload_where_workers_are_not_forked_is_refused(preload: Any, shown: str) -> None:
+    with pytest.raises(UsageError, match=f"preload={shown} needs workers that are forked.*context='forkserver'"):
+        SubprocessEnv(CounterEnv, preload=preload, context="spawn")
+
+
+# --- "auto" ---------------------------------------------------------------------------------------
+
+
+def names_of(imports: Any) -> list[str]:
+    return [line.split()[2] for line in imports()]
+
+
+def test_auto_imports_what_the_first_worker_has_imported_and_replacements_are_forked_with_it(
+    slow: Slow, imports: Any
+) -> None:
+    slow()
+    with SubprocessEnv(ImportingEnv, preload="auto", restart=REPLAYED, reports="") as env:
+        env.reset(seed=0)
+        for _ in range(3):
+            kill_worker(env)
+            assert not env.step(1)[3]
+        assert len(imports()) == 2
+        assert env.get_attr("parent") == monitor_pid()
+
+
+def test_with_auto_and_few_cores_the_other_workers_are_forked_with_what_the_first_has_imported(
+    slow: Slow, imports: Any
+) -> None:
+    slow()
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with SubprocessVectorEnv([ImportingEnv] * 3, envs_per_worker=1, preload="auto", reports="") as envs:
+            envs.reset(seed=0)
+            assert len(imports()) == 2
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_with_auto_an_error_of_the_env_that_is_built_first_is_raised_with_those_of_the_others() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with pytest.raises(EnvsFailedError) as caught:
+            SubprocessVectorEnv([BrokenEnv, CounterEnv, BrokenEnv], envs_per_worker=1, preload="auto", reports="")
+        assert set(caught.value.failures) == {0, 2}
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+class BrokenEnv(CounterEnv):
+    def __init__(self) -> None:
+        raise RuntimeError("broken")
+
+
+def test_auto_sets_the_variables_that_env_fn_sets_before_an_import(slow: Slow, imports: Any) -> None:
+    name = slow()
+
+    def env_fn() -> ImportingEnv:
+        os.environ["PRELOAD_TEST"] = "set"
+        return ImportingEnv(name)
+
+    with SubprocessEnv(env_fn, preload="auto", restart=REPLAYED, reports="") as env:
+        env.reset(seed=0)
+        kill_worker(env)
+        env.step(1)
+        assert [line.split()[1] for line in imports()] == ["set", "set"]
+
+
+def test_with_auto_a_run_with_kills_is_the_run_without_if_an_import_draws_random_numbers(slow: Slow) -> None:
+    slow("import random; random.random()")
+    with SubprocessEnv(DrawingEnv, preload="auto", worker_seed=1, reports="") as env:
+        calm = rollout(env, num_steps=10, seed=3)
+    with SubprocessEnv(DrawingEnv, preload="auto", worker_seed=1, restart=REPLAYED, reports="") as env:
+        struck = rollout(
+            env, num_steps=10, seed=3, before_step=lambda step: kill_worker(env) if step % 4 == 3 else None
+        )
+        assert env.statistics().exact_recoveries == 2
+    assert_same_trajectory(calm, struck)
+
+
+class DrawingEnv(ImportingEnv):
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, random.random(), terminated, truncated, info
+
+
+def test_auto_leaves_out_a_module_that_cannot_be_forked_and_says_so_once(
+    slow: Slow, imports: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slow(), slow(THREAD, "bad_module")
+    with no_leaks():
+        env = SubprocessEnv(
+            partial(ImportingEnv, "slow_module", "bad_module"), preload="auto", restart=REPLAYED, reports=""
+        ).initialize()
+        env.reset(seed=0)
+        wait_for(lambda: names_of(imports).count("slow_module") == 3)  # the worker, and twice the template
+        for _ in range(2):
+            kill_worker(env)
+            assert not env.step(1)[3]
+        assert names_of(imports).count("slow_module") == 3
+        told = capfd.readouterr().err
+        env.close()
+    assert told.count("preload='auto' leaves out bad_module: importing bad_module has left threads") == 1
+    assert told.count("leaves out") == 1
+
+
+def test_with_auto_workers_import_for_themselves_if_the_import_fails_elsewhere(
+    slow: Slow, imports: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slow("if open('/proc/self/comm').read().startswith('multienv preloa'): os.abort()")
+    with SubprocessEnv(ImportingEnv, preload="auto", restart=REPLAYED, reports="") as env:
+        env.reset(seed=0)
+        for _ in range(2):
+            kill_worker(env)
+            assert not env.step(1)[3]
+        assert env.statistics().restarts == 2
+    assert capfd.readouterr().err.count(LINE.format("what it needs", "the process that was to import it ended")) == 1
+
+
+def test_auto_imports_no_modules_of_the_user(slow: Slow, imports: Any) -> None:
+    slow(), slow(name="my_envs", folder=".")
+    with SubprocessEnv(
+        partial(ImportingEnv, "my_envs", "slow_module"), preload="auto", restart=REPLAYED, reports=""
+    ) as env:
+        env.reset(seed=0)
+        kill_worker(env)
+        env.step(1)
+        assert sorted(names_of(imports)) == ["my_envs", "my_envs", "slow_module", "slow_module"]
+
+
+def test_auto_learns_more_from_an_env_of_another_kind(slow: Slow, imports: Any) -> None:
+    slow(), slow(name="other_module")
+    with (
+        SubprocessEnv(ImportingEnv, preload="auto", restart=REPLAYED, reports="") as first,
+        SubprocessEnv(partial(ImportingEnv, "other_module"), preload="auto", restart=REPLAYED, reports="") as second,
+    ):
+        for env in (first, second):
+            env.reset(seed=0)
+        for env in (first, second):
+            kill_worker(env)
+            env.step(1)
+        assert names_of(imports).count("other_module") == 2
+        template_pid()
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
