@@ -48,7 +48,7 @@ class Sharing(Protocol):
         """Return the envs of a member that a request concerns."""
 
     def results(self, current: Endless) -> dict[int, Result]:
-        """Return what came of the requests that are answered, by env, whatever their members are asked from now on."""
+        """Return what came of the requests that are answered, by env; no later request changes it."""
 
 
 class OneEach:
@@ -83,7 +83,7 @@ class OneEach:
 class Stream:
     """Gives requests to envs, and has what came of them, the first first.
 
-    No call costs more because there are more envs: each touches those alone that it is about.
+    A call costs hardly more if there are more envs: it goes over those that it is about.
 
     Args:
         fan: Over the members. A call in two halves that is pending there goes on in here.
@@ -191,7 +191,7 @@ class Stream:
             self.seconds[0] += monotonic() - began
         envs = list(islice(self._ready, most))
         results = [self._ready[env] for env in envs]
-        resets = [env for env, one in zip(envs, results, strict=True) if one.name == "reset"]
+        resets = {env for env, one in zip(envs, results, strict=True) if one.name == "reset"}
         errors = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
         return Taken(envs, [one.answer for one in results], resets, errors)
 

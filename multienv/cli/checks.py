@@ -74,7 +74,8 @@ _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
 # A snapshot is measured in so many blocks of so many steps. So many steps or more are recommended between two of them.
 _BLOCKS, _BLOCK, _LEAST_EVERY = 9, 5, 20
-# Imports that take so many seconds, and half of a start, are worth a preload: of packages that take this part of them.
+# Imports that take so many seconds, and this part of a start, are worth a preload, of packages that take this part of
+# the imports.
 _LONG_IMPORTS, _PART_OF_START, _PART_OF_IMPORTS = 1.0, 0.5, 0.1
 # Number of stderr lines shown of a lost worker.
 _LAST_WORDS = 10
@@ -356,9 +357,9 @@ def imports(patient: Patient) -> Row | None:
     except EnvError as error:  # it can be built, but not while its imports are measured
         raise SpoiledError(str(error).partition("\n")[0]) from error
     total = sum(each.values())
-    if total < max(_LONG_IMPORTS, _PART_OF_START * alone):
-        return None
     names = tuple(sorted((one for one in each if each[one] > _PART_OF_IMPORTS * total), key=lambda one: -each[one]))
+    if not names or total < max(_LONG_IMPORTS, _PART_OF_START * alone):
+        return None
     with patient.worker(preload=names):  # keeps the process that has imported them
         began = time.perf_counter()
         with patient.worker(preload=names):
@@ -414,9 +415,9 @@ def begins_anew(patient: Patient) -> Row:
     most = _ANEW_STEPS // (5 if patient.own_faults else 1)  # or it crashes before the end
     first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, lost_in=lost_in)
     episodes = f"{len(first.ends)} episodes of at most {longest} steps"
-    if len(first.ends) < _ANEW_LEAST and lost_in:
-        return Row("note", f"not known: only {episodes} before the env itself crashed or hung", _CHANCE)
     if len(first.ends) < _ANEW_LEAST:
+        if lost_in:
+            return Row("note", f"not known: only {episodes} before the env itself crashed or hung", _CHANCE)
         return Row("note", f"not known: only {episodes} fit into {_ANEW_SECONDS} s")
     policy = replace(RAISE, recycle_after_episodes=len(first.ends) // _ANEW_LEAST)
     with patient.worker(restart=policy, reports="") as env:
