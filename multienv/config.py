@@ -128,7 +128,7 @@ class Deadlines(Named):
         call: One ``call``, ``get_attr``, ``set_attr`` or ``render``.
         close: Closing the envs of a process: by ``close()``, at the end of the trainer, or when nothing refers to them.
             Then the process is killed, and a warning says so. Each worker of the trainer adds 10 ms: of many that
-            end at once, the last waits for the others. Cannot be ``None``.
+            end at the same time, the last waits for the others. Cannot be ``None``.
         recovery: The recovery of the envs of one lost worker, all attempts together; then the step is truncated. Each
             attempt except the last may use half of the remaining time.
     """

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import repeat
 from math import inf
@@ -13,7 +14,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from multienv.asking.members import InThread, Members, is_asked
+from multienv.asking.members import Members, is_asked
 from multienv.processes.channel import LONGEST_SLEEP
 from multienv.processes.watch import Watch
 from multienv.recovery import hot_path
@@ -29,7 +30,7 @@ class NamedRequest(NamedTuple):
 
     Attributes:
         name: What the caller called.
-        content: An action, a message, or :class:`InThread`.
+        content: An action, a message, or, of a reset, :class:`InThread`.
     """
 
     name: str
@@ -60,15 +61,15 @@ class Taken(NamedTuple):
     """Holds what has come of the requests to some envs.
 
     Attributes:
-        envs: Which, in the order in which it came.
-        answers: One for each of them.
-        resets: Those that were reset.
+        envs: These envs, in the order in which they were ready.
+        answers: One for each of them; ``None`` if nothing but an error has come.
+        resets: Those of them that were reset.
         errors: Env → what was raised.
     """
 
     envs: list[int]
     answers: list[Any]
-    resets: Collection[int] = ()
+    resets: AbstractSet[int] = frozenset()
     errors: Mapping[int, BaseException] = MappingProxyType({})
 
 
@@ -84,7 +85,7 @@ def results_of(current: Endless) -> dict[int, Result]:
 class Endless:
     """Holds what is asked of members that go at their own pace, and what has come of it.
 
-    A call costs the same however many supervised members there are; blocking ones are gone over.
+    A call costs hardly more if more supervised members are asked. It goes over all that block.
 
     :class:`Members` refers to it. It does not refer to them, because a circle would keep envs that nobody closes alive.
 
@@ -189,7 +190,8 @@ class Endless:
         self.sending = plain = list(requests)
         self.requests.update(requests)
         if contents is None or members.blocking:
-            plain = [member for member, request in requests.items() if self._is_plain(members, member, request)]
+            steps = [member for member, request in requests.items() if request.name == "step"]
+            plain = [member for member in steps if member not in members.blocking]
             contents = [requests[member].content for member in plain]
             for member in requests.keys() - set(plain):
                 if member in members.blocking:
@@ -211,10 +213,6 @@ class Endless:
         self._look_at = min(self._look_at, monotonic() + _LOOK_EVERY)
         if self.tasks:
             members.start(self)
-
-    def _is_plain(self, members: Members, member: int, request: NamedRequest) -> bool:
-        """Tell whether a request is a step that the hot path may ask for."""
-        return request.name == "step" and member not in members.blocking and type(request.content) is not InThread
 
     def take(self, members: Members, until: float) -> bool:
         """Take what has come; if nothing has, wait for something.

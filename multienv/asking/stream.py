@@ -48,7 +48,7 @@ class Sharing(Protocol):
         """Return the envs of a member that a request concerns."""
 
     def results(self, current: Endless) -> dict[int, Result]:
-        """Return what came of the requests that are answered, by env, whatever their members are asked from now on."""
+        """Return what came of the requests that are answered, by env; no later request changes it."""
 
 
 class OneEach:
@@ -83,14 +83,14 @@ class OneEach:
 class Stream:
     """Gives requests to envs, and has what came of them, the first first.
 
-    No call costs more because there are more envs: each touches those alone that it is about.
+    A call costs hardly more if there are more envs: it goes over those that it is about.
 
     Args:
         fan: Over the members. A call in two halves that is pending there goes on in here.
         sharing: Which envs share a member.
 
     Attributes:
-        decided: Carries out a change that is decided, see :meth:`giving` and :meth:`handing_over`; ``None``: nothing.
+        decided: Carries out a change that is decided, see :meth:`give` and :meth:`handing_over`; ``None``: nothing.
             To store it is to decide: the next call carries it out, if an interruption comes before this one has.
         reader: The thread whose ``recv()`` is taking some of what is ready now; 0: none.
         seconds: Waited; that envs were ready, of all together; and that the caller had them, of all together.
@@ -154,9 +154,9 @@ class Stream:
             self._note()
 
     def first(self, count: int | None, at_most: int | None, timeout: float | None) -> Taken:
-        """Wait until so many envs are ready, and return what has come of those that were so first.
+        """Wait until so many envs are ready, and return the results of those that were ready first.
 
-        The caller does not have them yet.
+        The results stay here until :meth:`hand_over`.
 
         Args:
             count: How many; ``None``: all whose result can come.
@@ -191,12 +191,12 @@ class Stream:
             self.seconds[0] += monotonic() - began
         envs = list(islice(self._ready, most))
         results = [self._ready[env] for env in envs]
-        resets = [env for env, one in zip(envs, results, strict=True) if one.name == "reset"]
+        resets = {env for env, one in zip(envs, results, strict=True) if one.name == "reset"}
         errors = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
         return Taken(envs, [one.answer for one in results], resets, errors)
 
     def _look(self, wanted: int, most: int) -> Taken | None:
-        """Note what has come as ready, without a wait; if it is all that the caller gets, and plain, return it."""
+        """Take what has come, without a wait. Return it if it is plain and all that the caller gets; else note it."""
         current = self._round()
         is_first = not (self._ready or current.answers or self._sharing.is_shared)
         is_plain = current.take(self._fan.members, -inf)

@@ -74,7 +74,8 @@ _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
 # A snapshot is measured in so many blocks of so many steps. So many steps or more are recommended between two of them.
 _BLOCKS, _BLOCK, _LEAST_EVERY = 9, 5, 20
-# Imports that take so many seconds, and half of a start, are worth a preload: of packages that take this part of them.
+# Imports that take so many seconds, and this part of a start, are worth a preload, of packages that take this part of
+# the imports.
 _LONG_IMPORTS, _PART_OF_START, _PART_OF_IMPORTS = 1.0, 0.5, 0.1
 # Number of stderr lines shown of a lost worker.
 _LAST_WORDS = 10
@@ -356,9 +357,9 @@ def imports(patient: Patient) -> Row | None:
     except EnvError as error:  # it can be built, but not while its imports are measured
         raise SpoiledError(str(error).partition("\n")[0]) from error
     total = sum(each.values())
-    if total < max(_LONG_IMPORTS, _PART_OF_START * alone):
-        return None
     names = tuple(sorted((one for one in each if each[one] > _PART_OF_IMPORTS * total), key=lambda one: -each[one]))
+    if not names or total < max(_LONG_IMPORTS, _PART_OF_START * alone):
+        return None
     with patient.worker(preload=names):  # keeps the process that has imported them
         began = time.perf_counter()
         with patient.worker(preload=names):
@@ -414,9 +415,9 @@ def begins_anew(patient: Patient) -> Row:
     most = _ANEW_STEPS // (5 if patient.own_faults else 1)  # or it crashes before the end
     first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, lost_in=lost_in)
     episodes = f"{len(first.ends)} episodes of at most {longest} steps"
-    if len(first.ends) < _ANEW_LEAST and lost_in:
-        return Row("note", f"not known: only {episodes} before the env itself crashed or hung", _CHANCE)
     if len(first.ends) < _ANEW_LEAST:
+        if lost_in:
+            return Row("note", f"not known: only {episodes} before the env itself crashed or hung", _CHANCE)
         return Row("note", f"not known: only {episodes} fit into {_ANEW_SECONDS} s")
     policy = replace(RAISE, recycle_after_episodes=len(first.ends) // _ANEW_LEAST)
     with patient.worker(restart=policy, reports="") as env:
@@ -729,6 +730,8 @@ def snapshots(patient: Patient) -> Row | None:
     if not with_each:
         return None
     without = _block_seconds(patient, RestartPolicy(snapshots=False, max_restarts=_MOST_LOSSES))
+    if not without:
+        return None
     cost = max(0.0, with_each / without - 1) * _BLOCK  # in steps
     between_faults = patient.steps / (patient.crashed + patient.hung)
     patient.snapshot_every = every = _rounded_down(max(_LEAST_EVERY, math.sqrt(2 * between_faults * cost)))
@@ -738,7 +741,7 @@ def snapshots(patient: Patient) -> Row | None:
 
 
 def _block_seconds(patient: Patient, policy: RestartPolicy) -> float:
-    """Return the time that a block of steps takes, a snapshot included; 0.0 if the policy wants some and has none."""
+    """Return the time that a block of steps takes, a snapshot included; 0.0: not known, or there was no snapshot."""
     found, ends = Walk(), []
 
     def before_step(step: int) -> None:
@@ -747,7 +750,7 @@ def _block_seconds(patient: Patient, policy: RestartPolicy) -> float:
 
     with patient.worker(restart=policy, reports="") as env:
         walk(env, _BLOCKS * _BLOCK + 1, before_step=before_step, found=found)
-        if policy.snapshots and not env.statistics().snapshots:
+        if len(ends) < 2 or (policy.snapshots and not env.statistics().snapshots):
             return 0.0
     return float(np.median(np.diff(ends)))  # a loss makes only its own block longer
 

@@ -125,7 +125,7 @@ def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any]
     say(what, report=report.path, what=what)
     run = Rerun(report, env_functions(report, env, arguments))
     waiting, facts = "", {}
-    if run.hang_seconds is not None:
+    if run.hang_seconds is not None and (run.was_building or not debug):  # in the debugger nothing ends it
         waiting = f"\nIf it hangs again, its stack is printed after {duration(run.hang_seconds)}, or at once by Ctrl-C."
         waiting += " Then this command ends."
         facts["hang_seconds"] = run.hang_seconds

@@ -328,7 +328,7 @@ class MultiEnv:
         envs, answers, resets, errors = stream.first(k, at_most, timeout)
         self._refuse_if_closed("recv()")
         if resets:
-            begun = set(resets) - errors.keys()
+            begun = resets - errors.keys()
             answers = [joined(None, one) if env in begun else one for env, one in zip(envs, answers, strict=True)]
         stream.call_hooks()
         if errors:

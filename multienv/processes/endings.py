@@ -17,7 +17,7 @@ logger = logging.getLogger("multienv")
 
 # Seconds that a worker may take to finish the request that it is executing: it may hang, and its answer is not awaited.
 BUSY_PATIENCE = 0.5
-# So many of the envs that were not closed are named in a warning.
+# A warning names so many of the processes that were killed, by their envs.
 _NAMED = 3
 
 
@@ -28,7 +28,7 @@ class Ending:
         channel: To the process, which has been told that no more requests will come.
 
     Attributes:
-        cut: What the log is to say if the process was killed.
+        cut: What is to be logged; ``None``: the process was not killed, or another thread logs it.
     """
 
     def __init__(self, channel: ProcessChannel) -> None:
@@ -63,7 +63,7 @@ class Ending:
             return False
         if self._killed:
             return True
-        cut = cut_short(channel.envs, self._patience, busy="a call" if channel.is_busy() else "")
+        cut = Cut(channel.envs, self._patience, busy="a call" if channel.is_busy() else "")
         self._killed = now
         if channel.give_up() and channel.patience:
             self.cut = cut
@@ -71,39 +71,30 @@ class Ending:
 
 
 class Cut(NamedTuple):
-    """Holds what the log is to say of a process that was killed before its envs were closed.
+    """Describes a process that was killed before its envs were closed.
 
     Attributes:
         envs: Its envs, such as "env 3".
-        what: What happened, the end of a sentence about ``close()`` of these envs, and what to do.
+        seconds: How long it had time.
+        busy: The call that it was still making; ``""``: none, it was closing its envs.
     """
 
     envs: str
-    what: str
-
-
-def cut_short(envs: str, seconds: float, *, busy: str = "") -> Cut:
-    """Return what the log is to say of a process that was killed before its envs were closed.
-
-    Args:
-        envs: The envs, such as "env 3".
-        seconds: How long was waited.
-        busy: The call that was still being made; ``""``: none, the envs were being closed.
-    """
-    if busy:
-        what = f"was not called: {busy} had not ended after {seconds:.1f} s, and the process was killed."
-    else:
-        what = f"was cut short: it had not returned after {seconds:.1f} s, and the process was killed. "
-        what += "Give it more time: Deadlines(close=...)."
-    return Cut(envs, what)
+    seconds: float
+    busy: str = ""
 
 
 def log_cuts(cuts: Iterable[Cut]) -> None:
     """Log one warning for all processes to which the same happened."""
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[tuple[float, str], list[str]] = {}
     for cut in cuts:
-        kinds.setdefault(cut.what, []).append(cut.envs)
-    for what, envs in kinds.items():
+        kinds.setdefault((cut.seconds, cut.busy), []).append(cut.envs)
+    for (seconds, busy), envs in kinds.items():
+        if busy:
+            what = f"was not called: {busy} had not ended after {seconds:.1f} s, and the process was killed."
+        else:
+            what = f"was cut short: it had not returned after {seconds:.1f} s, and the process was killed. "
+            what += "Give it more time: Deadlines(close=...)."
         envs.sort(key=lambda name: (len(name), name))  # env 2 before env 10
         more = f" and {len(envs) - _NAMED:,} more" if len(envs) > _NAMED else ""
         logger.warning("close() of %s%s %s", ", ".join(envs[:_NAMED]), more, what)

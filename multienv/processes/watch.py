@@ -1,4 +1,4 @@
-"""Tells which of many workers have something to say, at a cost that does not depend on how many there are."""
+"""Tell which of many workers have answered, and whose process has ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ def answered_of(asked: dict[int, tuple[Any, int]]) -> list[int]:
 
 
 def awaits_on(core: int, asked: dict[int, tuple[Any, int]]) -> bool:
-    """Tell whether a worker that is bound to a core has not answered; -1: no core; ``asked``: as before."""
+    """Tell whether a worker that is bound to a core has not answered.
+
+    Args:
+        core: The core; -1: it is not known, and no worker counts.
+        asked: As for :func:`answered_of`.
+    """
     return core >= 0 and any(words[BOUND] == 1 + core and words[REPLY] != number for words, number in asked.values())
 
 
@@ -37,11 +42,11 @@ if native is not None:  # the same in native code
 
 
 class Watch:
-    """Watches workers that were asked: the words of some, and the descriptors of all, in one epoll or poll.
+    """Watches workers that were asked.
 
-    The words of those that were asked since the trainer last slept are looked at. Before the trainer sleeps it writes
-    into these words that it does: each of these workers sends a wake byte with its answer. It goes on to do so until it
-    has answered. So however many workers there are, each costs one store for a sleep.
+    A worker that is asked is *quiet*: the trainer sees its answer by looking at its words. Before the trainer sleeps,
+    it writes into the words of all quiet workers that they are *waking* from now on: each sends a wake byte with its
+    answer. One epoll or poll waits for these bytes and for the ends of processes.
 
     Args:
         bell: Ends a wait when it is rung.
@@ -51,7 +56,7 @@ class Watch:
     """
 
     def __init__(self, bell: Bell) -> None:
-        self._bell, self.has_waited, self._sleeps = bell, False, False
+        self._bell, self.has_waited, self._sleeps, self._is_rung = bell, False, False, False
         self._has_epoll = hasattr(select, "epoll")
         self._poller: Any = select.epoll() if self._has_epoll else select.poll()
         self._poller.register(bell.descriptor, select.POLLIN)
@@ -69,21 +74,22 @@ class Watch:
                 request.
 
         Returns:
-            The members that will not be heard: somebody has to look after them.
+            The members that this object cannot watch: their process has ended, or there is none.
         """
-        unheard, sleeps, known = [], self._sleeps, self._channels
-        here, there = (self._waking, self._quiet) if sleeps else (self._quiet, self._waking)  # else a handler asks
+        unwatched, sleeps, known = [], self._sleeps, self._channels
+        # If the trainer sleeps, a signal handler asks.
+        here, there = (self._waking, self._quiet) if sleeps else (self._quiet, self._waking)
         for member, channel, number in asked:
             if channel is not None and known.get(member) is not channel:
                 self._register(member, channel)
             if channel is None or not self._descriptors[member]:
-                unheard.append(member)
+                unwatched.append(member)
                 continue
             words = channel.segment.words
             there.pop(member, None)
             here[member] = words, number
             words[TRAINER_SLEEPS] = sleeps
-        return unheard
+        return unwatched
 
     def _register(self, member: int, channel: Channel) -> None:
         self.remove(member)
@@ -117,21 +123,21 @@ class Watch:
             looks_for_ends: Look for processes that have ended even if others have answered.
         """
         ended: list[int] = []
-        self.has_waited = False
-        # A worker that is bound to the trainer's core would else wait for a slice of time, and take it for crowded. The
-        # core is not given away for nothing: a thread that never sleeps would keep it for a slice.
+        self.has_waited = self._is_rung = False
+        # Otherwise a worker that is bound to the trainer's core waits until the trainer's slice of time ends, and takes
+        # the core for crowded. For no other worker is the core given away: a thread that never sleeps would take it.
         if awaits_on(current_core(), self._quiet):
             give_way()
         answered = self._look()
         if looks_for_ends or self._waking or not answered:
             answered += self._read(0.0, ended)
-        if answered or ended or until <= (now := monotonic()):
+        if answered or ended or self._is_rung or until <= (now := monotonic()):
             return answered, ended
         self.has_waited, asleep_at = True, now + SPIN_SECONDS
         for _ in range(SPINS):
             give_way()
             answered = self._look() or (self._read(0.0, ended) if self._waking else [])
-            if answered or ended:
+            if answered or ended or self._is_rung:
                 return answered, ended
             if monotonic() > asleep_at:
                 break
@@ -142,14 +148,15 @@ class Watch:
 
     def _sleep(self, until: float, ended: list[int]) -> list[int]:
         """Have all workers send wake bytes, and wait; return who has answered, and note who has ended."""
-        self._sleeps, quiet = True, dict(self._quiet)
+        self._sleeps = True  # from here on a worker that a signal handler asks is waking, so clear() drops none of them
+        quiet = dict(self._quiet)
         self._waking.update(quiet)
         for words, _ in quiet.values():
             words[TRAINER_SLEEPS] = 1
         self._quiet.clear()
         for seconds in (0.0, FIRST_SLEEP_SECONDS):  # until then a worker may not have seen that the trainer sleeps
             answered = self._read(min(seconds, until - monotonic()), ended)
-            if answered or ended:
+            if answered or ended or self._is_rung:
                 return answered
             answered = answered_of(quiet)
             for member in answered:
@@ -159,7 +166,7 @@ class Watch:
         return self._read(until - monotonic(), ended)
 
     def _look(self) -> list[int]:
-        """Return those that have answered without a wake byte."""
+        """Return the quiet members that have answered."""
         found = answered_of(self._quiet)
         for member in found:
             del self._quiet[member]
@@ -187,7 +194,9 @@ class Watch:
         if strangers:
             self._bell.silence()
             for descriptor in strangers:
-                if descriptor != self._bell.descriptor:
+                if descriptor == self._bell.descriptor:
+                    self._is_rung = True
+                else:
                     self._unregister(descriptor)
         return answered
 

@@ -56,7 +56,7 @@ _FATE_PATIENCE = 1.0
 # Seconds given to the stack of a live process, and to SIGTERM, SIGKILL and the kernel.
 _STACK_PATIENCE = 1.0
 KILL_PATIENCE = 2.0
-# Seconds that the end of a process keeps a core busy, or less: of many that end at once, the last waits for the others.
+# Seconds that the end of a process keeps a core busy, at most. If many end together, the last waits for the others.
 _END_SECONDS = 0.01
 # Seconds given to other workers to take descriptors that were sent to them, when too many are on their way.
 _LONGEST_HANDING = 30.0

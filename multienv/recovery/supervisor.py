@@ -36,7 +36,7 @@ from multienv.errors import (
 )
 from multienv.events import Hook, Loss, Outcome, Statistics
 from multienv.processes.channel import Channel, Fate, Gone, SystemErrors
-from multienv.processes.endings import BUSY_PATIENCE, Cut, cut_short, let_go, log_cuts
+from multienv.processes.endings import BUSY_PATIENCE, Cut, let_go, log_cuts
 from multienv.recovery.answers import Answers, Read, call_answer, unreadable
 from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
 from multienv.recovery.deadlines import RequestDeadlines
@@ -160,7 +160,7 @@ def abandon_all(workers: Iterable[Supervisor], is_finalizing: Callable[[], bool]
 
 
 def close_together(workers: Collection[Supervisor], calls: Iterable[Callable[[], Any]]) -> None:
-    """Make the calls that close these workers, all at the same time; log together what was cut short."""
+    """Make the calls that close these workers, all at the same time; log once for all that had to be killed."""
     cuts: list[Cut] = []
     for worker in workers:
         worker.cuts = cuts
@@ -197,7 +197,7 @@ class Supervisor:
         reporter: Counts and reports what happens to the envs.
         on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
-        cuts: Where close() puts what the log is to say if it kills the process; ``None``: it logs that itself.
+        cuts: Where close() notes that it has killed the process; ``None``: it logs that itself.
     """
 
     __slots__ = (
@@ -1315,7 +1315,7 @@ class Supervisor:
                 is_idle = channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until))
                 if not is_idle:
                     channel.kill()
-                    self._note_cut(cut_short(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()"))
+                    self._note_cut(Cut(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()"))
                     return
             if is_idle:
                 self.ask_to_end(channel, limit, until)
@@ -1327,18 +1327,18 @@ class Supervisor:
             logger.exception("close() could not end process %s", channel.pid)
 
     def _note_cut(self, cut: Cut) -> None:
-        """Log what became of a process that did not end by itself, or leave that to :func:`close_together`."""
+        """Log that the process was killed before its envs were closed, or leave that to :func:`close_together`."""
         if self.cuts is not None:
             self.cuts.append(cut)
         else:
             beside(partial(log_cuts, [cut]), _SOON)
 
     def ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> None:
-        """Ask a process to close its envs and end; kill it if it has not by ``until``, and tell the log then."""
+        """Ask a process to close its envs and end; kill it if it has not by ``until``, and log that."""
         channel.is_closing = True
         self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))
         if channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory):
-            self._note_cut(cut_short(channel.envs, limit))
+            self._note_cut(Cut(channel.envs, limit))
 
     def abandon(self) -> Channel | None:
         """Release all without waiting; return the channel to the process, if there is one, for ``let_go()``."""

@@ -62,27 +62,26 @@ class SharedWorkers:
     def results(self, current: Endless) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env."""
         found = results_of(current)
-        if not self.is_shared:  # of one env alone nothing is asked before the caller has had this
-            for env in [
-                env for env, one in found.items() if one[0] != "step" and not self.envs(env, current.requests[env])
-            ]:
+        if self.is_shared:
+            return {
+                env: of_env
+                for member, one in found.items()
+                for env, of_env in self._of_envs(member, current.requests[member], one)
+            }
+        for env, (name, answer, _) in list(found.items()):
+            if name != "step" and not self.envs(env, current.requests[env]):
                 del found[env]
-            raised = [env for env, one in found.items() if one[1] is not None and one[1].errors]
-            found.update({env: found[env]._replace(error=found[env].answer.errors[0]) for env in raised})
-            return found
-        return {
-            env: Result(one.name, *of_env)
-            for member, one in found.items()
-            for env, of_env in self._of_envs(member, current.requests[member], one)
-        }
+            elif answer is not None and answer.errors:
+                found[env] = Result(name, answer, answer.errors[0])
+        return found  # not copied: the worker is asked again after the caller has this
 
-    def _of_envs(self, member: int, request: NamedRequest, result: Result) -> list[tuple[int, tuple[Any, Any]]]:
-        """Return answer and error for each env that a request to a worker concerned."""
+    def _of_envs(self, member: int, request: NamedRequest, result: Result) -> list[tuple[int, Result]]:
+        """Return what came of a request to a worker, for each env that it concerned."""
         touched, start = self.envs(member, request), self._envs[member].start
         if result.error is not None:
-            return [(env, (None, result.error)) for env in touched]
-        replies = _one_each(result.answer)
-        return [(env, (replies[env - start], result.answer.errors.get(env - start))) for env in touched]
+            return [(env, result) for env in touched]
+        replies, errors = _one_each(result.answer), result.answer.errors
+        return [(env, Result(result.name, replies[env - start], errors.get(env - start))) for env in touched]
 
 
 def _one_each(reply: RowsReply) -> list[RowsReply]:

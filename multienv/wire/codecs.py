@@ -73,7 +73,7 @@ class RowsReply:
     truncated: Array
     extras: Extras | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
-    _views: tuple[Any, Any, Any, list[Any]] | None = None
+    _views: tuple[Any, Any, Any, list[Any]] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def views(self) -> tuple[Any, Any, Any, list[Any]]:

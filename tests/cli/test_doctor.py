@@ -224,18 +224,34 @@ def test_snapshots_of_a_large_process_are_recommended_rarely(tmp_path: Path) -> 
 # --- imports --------------------------------------------------------------------------------------
 
 
+def slow_to_import(directory: Path, then: str = "") -> str:
+    """Write an env whose package takes 1.2 s to import; return its name for a command."""
+    (directory / "slow_package.py").write_text(f"import time\ntime.sleep(1.2)\n{then}")
+    (directory / "slow_env.py").write_text(
+        "import slow_package\nfrom kit import CounterEnv\nclass Slow(CounterEnv):\n    pass\n"
+    )
+    return f"{directory}/slow_env.py:Slow"
+
+
+def test_imports_of_many_packages_of_which_none_takes_long_have_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_PART_OF_START", 0.1)
+    monkeypatch.setattr(checks, "_PART_OF_IMPORTS", 1.0)
+    monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.imports])
+    _, told = run("doctor", slow_to_import(tmp_path), "--json")
+    assert [row["name"] for row in told["checks"]] == ["builds"]
+
+
 @pytest.mark.parametrize("leaves", ["nothing", "a thread"])
 def test_packages_that_are_slow_to_import_are_preloaded_if_that_is_measured_to_help(
     leaves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread = "import threading\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
-    (tmp_path / "slow_package.py").write_text(f"import time\ntime.sleep(1.2)\n{thread if leaves == 'a thread' else ''}")
-    (tmp_path / "slow_env.py").write_text(
-        "import slow_package\nfrom kit import CounterEnv\nclass Slow(CounterEnv):\n    pass\n"
-    )
+    name = slow_to_import(tmp_path, thread if leaves == "a thread" else "")
     monkeypatch.setattr(checks, "_PART_OF_START", 0.1)  # on a busy machine all else takes long, too
     monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.imports])
-    _, told = run("doctor", f"{tmp_path}/slow_env.py:Slow", "--json")
+    _, told = run("doctor", name, "--json")
     row = told["checks"][1]
     assert row["name"] == "imports"
     assert re.search(

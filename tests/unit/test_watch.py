@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -44,10 +45,11 @@ def trainer(monkeypatch):
 
     monkeypatch.setattr(watch, "current_core", lambda: 3)
     monkeypatch.setattr(watch, "give_way", give_way)
-    here = SimpleNamespace(watch=Watch(Bell()), workers=workers, turns=turns)
+    here = SimpleNamespace(bell=Bell(), workers=workers, turns=turns)
+    here.watch = Watch(here.bell)
     assert here.watch.add((member, worker, 7) for member, worker in enumerate(workers)) == []
     yield here
-    del here.watch
+    del here.watch, here.bell
     for worker in workers:
         for end in worker.pipe:
             os.close(end)
@@ -80,3 +82,14 @@ def test_only_workers_that_were_asked_before_the_trainer_slept_send_wake_bytes(t
     assert trainer.watch.heard(math.inf, looks_for_ends=False) == ([0], [])
     trainer.watch.add([(0, trainer.workers[0], 8)])
     assert [one[TRAINER_SLEEPS] for one in words] == [0, 1]
+
+
+@pytest.mark.parametrize("moment", ["before the first look", "after it"])
+def test_bell_that_is_rung_before_the_trainer_sleeps_ends_the_wait(trainer, monkeypatch, moment):
+    trainer.workers[0].segment.words[BOUND] = 0
+    monkeypatch.setattr(watch, "give_way", lambda: trainer.bell.ring())
+    if moment == "before the first look":
+        trainer.bell.ring()
+    until = time.monotonic() + 20
+    assert trainer.watch.heard(until, looks_for_ends=False) == ([], [])
+    assert time.monotonic() < until
