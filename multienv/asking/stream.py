@@ -4,6 +4,9 @@ An env is in one of three places. The caller has it; or it has been given a requ
 that is ready (``Stream.ready``) until the caller takes it. Envs that share a worker are asked together, once each of
 them has been given a request.
 
+Most often all that has come is plain answers to steps, and the caller gets all of them at once. Then they are not noted
+as ready: they stay in the round (``Endless.answers``) until they are handed over. This saves a third of the time.
+
 **Ctrl-C.** What is given is noted first, and asked from there; what is ready is noted in one go; the owner hands it
 over with the last store before it returns. So an interrupted call has given all or nothing, and has taken all or
 nothing. What it had given is asked by the next call.
