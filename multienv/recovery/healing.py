@@ -84,7 +84,11 @@ class Healing:
 
     def because(self, what: str) -> str:
         """Return the reason for a truncation: what happened, and why the envs cannot be recovered."""
-        return f"{self.what_happened} It cannot be recovered: {what}."
+        return self._with_setback(f"{self.what_happened} It cannot be recovered: {what}.")
+
+    def _with_setback(self, reason: str) -> str:
+        setback = self.progress.setback
+        return f"{reason} Its snapshot did not bring it back either: {setback}." if setback else reason
 
     def outcome(
         self, event: Recovered | NotRecovered, instruction: Instruction, before: State, after: State, reservation: str
@@ -109,7 +113,7 @@ class Healing:
         reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
         if reasons:  # if the pending request resets all slots that differ, nothing is truncated
             return "truncated" if after.skipped or truncated else "reset", reasons[0]
-        return ("exact", "") if self.progress.is_exact else ("replayed", reservation)
+        return ("exact", "") if self.progress.is_exact else ("replayed", self._with_setback(reservation))
 
     def error(self, instruction: Instruction, state: State, reporter: Reporter, policy: RestartPolicy) -> MultienvError:
         """Build the error for an instruction to raise."""

@@ -26,6 +26,7 @@ class RecoveryProgress:
         method: What recovered the envs.
         is_exact: The recovery counts as exact; else as replayed.
         doing: What it waits for, in words.
+        setback: Why the snapshot did not recover the envs; ``""``: it did, or was not tried.
         deaths: How many processes died at one request of a replay: (request, killed from outside) → number.
     """
 
@@ -39,6 +40,7 @@ class RecoveryProgress:
     method: RecoveryMethod = ""
     is_exact: bool = True
     doing: str = ""
+    setback: str = ""
     deaths: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
 

@@ -373,9 +373,12 @@ class Recoverer:
     ) -> RecoveredEnvs | None:
         """Recover the envs from the forked snapshot that a lost process left; ``None`` if that fails.
 
-        A woken copy first takes another snapshot. If the copy is killed from outside before it is handed over, the
-        other snapshot is woken, up to ``tries`` times in all.
+        A woken copy first takes another snapshot. If the copy is killed before it is handed over, or ends by chance in
+        a request that it repeats, the other snapshot is woken, up to ``tries`` times in all. It is not woken if the
+        same request has ended as many copies as make it poison.
         """
+        if tries == LOSSES:
+            progress.deaths.clear()  # in a replay before
         plan = None if fate.snapshot is None else since(fate.snapshot)
         if plan is None:
             return None
@@ -394,10 +397,12 @@ class Recoverer:
         try:
             return self._follow(channel, fate.snapshot, plan, progress)
         except Gone as gone:
-            if not gone.is_from_outside or tries == 1:
+            progress.setback = self._count_death(progress, gone.replaying, gone)
+            if tries == 1 or progress.setback:
                 self._let_go(channel)
                 return None
             fate = gone.fate
+            sometimes("a woken snapshot fails by chance in a request that it repeats", not gone.is_from_outside)
         sometimes("a woken snapshot is killed before it is handed over")
         try:
             return self.wake(channel, since, progress, fate, tries - 1)
@@ -433,7 +438,8 @@ class Recoverer:
             mismatches = self._replay(channel, plan, progress, until)
         except Gone:
             raise
-        except RequestFailedError:
+        except RequestFailedError as failed:
+            progress.setback = f"the replay raised {failed.failure.type_name}: {failed}"
             self._let_go(channel)
             return None
         except BaseException:
@@ -441,6 +447,7 @@ class Recoverer:
             raise
         if mismatches:
             sometimes("what follows a woken snapshot differs")
+            progress.setback = next(iter(mismatches.values()))
             self._let_go(channel)
             return None
         sometimes("a snapshot recovers the envs")

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -39,6 +40,27 @@ class Alarmed(CounterEnv):
         while self.method == before:
             signal.pause()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        return super().step(action)
+
+
+class CrashesByChance(CounterEnv):
+    """Is killed in some executions of a step, whichever step that is: a file counts them in all its processes.
+
+    Args:
+        path: The file.
+        crashes: Numbers of these executions.
+    """
+
+    def __init__(self, path: str, crashes: tuple[int, ...]) -> None:
+        super().__init__(horizon=None)
+        self.path, self.crashes = path, crashes
+
+    def step(self, action: Any) -> Any:
+        with Path(self.path).open("ab") as file:
+            file.write(b".")
+            file.flush()
+            if file.tell() in self.crashes:
+                os.kill(os.getpid(), signal.SIGSEGV)
         return super().step(action)
 
 

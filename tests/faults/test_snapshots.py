@@ -12,7 +12,7 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
-from fault_envs import Alarmed, ForkShyEnv, Obstructed, filling
+from fault_envs import Alarmed, CrashesByChance, ForkShyEnv, Obstructed, filling
 
 from invariants.faces import Face, assert_as_without_losses, counts
 from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, kill_worker, monitor_pid
@@ -128,6 +128,25 @@ def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_p
         told = ours.statistics()[0]
     assert told.truncated_recoveries == 0
     assert told.losses > 0
+
+
+@pytest.mark.parametrize(("crashes", "method"), [((25, 28, 30), "snapshot"), ((25, 26, 27), "journal")])
+def test_a_crash_by_chance_in_repeated_steps_does_not_use_up_the_snapshot(tmp_path, crashes, method) -> None:
+    """Two crashes in the same repeated step are no chance: then the journal is tried."""
+    rungs, path = Rungs(), tmp_path / "executions"
+    with SubprocessEnv(
+        partial(CrashesByChance, str(path), crashes),
+        restart=RestartPolicy(snapshot_every=20),
+        hooks=[rungs],
+        reports="",
+    ) as env:
+        env.reset(seed=0)
+        found = steps(env, 40)
+    plain = ENDLESS()
+    plain.reset(seed=0)
+    assert first_difference(found, steps(plain, 40)) is None
+    assert rungs.seen == [method]
+    assert rungs.recoveries[0].outcome == "exact"
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

@@ -425,7 +425,7 @@ MUTANTS = [
         "A woken snapshot that is killed at once leads to a replay, though its own snapshot stands.",
         2,
         "recovery/recoverer.py",
-        "            if not gone.is_from_outside or tries == 1:\n",
+        "            if tries == 1 or progress.setback:\n",
         "            if tries:\n",
         ("tests/simulation/test_rare_branches.py", *REPLAYED),
     ),
@@ -457,6 +457,7 @@ MUTANTS = [
         3,
         "recovery/recoverer.py",
         '        if mismatches:\n            sometimes("what follows a woken snapshot differs")\n'
+        "            progress.setback = next(iter(mismatches.values()))\n"
         "            self._let_go(channel)\n            return None\n",
         "",
     ),

@@ -56,6 +56,12 @@ DIRECTED: dict[str, Case | ManagerCase] = {
     "a woken snapshot is killed before it is handed over": Case(
         "subprocess_env", "snapshot", EPISODES, (Fault(0, "request", 4, "before"), Fault(0, "wake", 1, "dead"))
     ),
+    "a woken snapshot fails by chance in a request that it repeats": Case(
+        "subprocess_env",
+        "snapshot",
+        EPISODES,
+        (Fault(0, "request", 4, "before"), Fault(0, "replay", 1, "in the env", code=CRASHED)),
+    ),
     "no descriptor is left to wake a snapshot": Case(
         "subprocess_env",
         "snapshot",
