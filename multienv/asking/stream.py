@@ -142,6 +142,7 @@ class Stream:
         self._carry_out()
         self.count_seconds()
         are_steps = name == "step" and not (self._due or self._sharing.is_shared)
+        are_steps = are_steps and self._round().requests.keys().isdisjoint(envs)  # not left out by a reset under way
         given = named(name, envs, contents)
         self.decided = partial(Stream._note_given, requests=given)
         self._ask(given if are_steps else None, contents)

@@ -313,6 +313,21 @@ def test_some_envs_are_reset_while_none_is_under_way(envs_per_worker: int) -> No
         assert not envs.step(np.array([1] * NUM_ENVS))[2].any()
 
 
+@pytest.mark.parametrize("envs_per_worker", [1, 2])
+def test_envs_that_a_reset_leaves_out_are_stepped_meanwhile(envs_per_worker: int) -> None:
+    """Their workers may not have answered that they have nothing to reset."""
+    mask = np.array([True, True, False, False])
+    options = {"autoreset_mode": "Disabled", "envs_per_worker": envs_per_worker}
+    with SubprocessVectorEnv([partial(CounterEnv, horizon=None)] * NUM_ENVS, **options) as envs:
+        envs.reset(seed=3)
+        for number in range(1, 31):
+            envs.reset_async(options={"reset_mask": mask})
+            envs.send(np.array([1, 1]), [2, 3])
+            observations, *_, indices = envs.recv()
+            steps = {env: row[0] for env, row in zip(indices.tolist(), observations, strict=True)}
+            assert steps == {0: 0, 1: 0, 2: number, 3: number}
+
+
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
 def test_a_dead_worker_is_noticed_while_others_are_always_ready(face: Any) -> None:
     with face([partial(CounterEnv, horizon=None)] * 3, restart=NO_SNAPSHOTS) as envs:
