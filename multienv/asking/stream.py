@@ -19,7 +19,7 @@ from itertools import islice
 from math import inf
 from threading import get_ident
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from multienv import interrupts
 from multienv.asking.endless import Endless, NamedRequest, Result, Taken, named, results_of
@@ -102,7 +102,8 @@ class Stream:
         self._counted = monotonic()  # so far
         self.decided: Callable[[Stream], None] | None = None  # no bound method: it would be a circle
         self.reader = 0
-        current = self._begun()
+        self._is_at_work = False  # carries out what is decided, or asks members
+        self._current = current = self._begun()
         # Env → its request, which is asked, or waits for those of the envs that share its worker.
         self._given = {
             env: request for member, request in current.requests.items() for env in self._sharing.envs(member, request)
@@ -139,6 +140,8 @@ class Stream:
             raise CallPendingError(
                 f"{name}: another thread is in recv() of these envs. Make one call at a time. Nothing was sent.", "recv"
             )
+        if self._is_at_work:
+            self._refuse()
         self._carry_out()
         self.count_seconds()
         are_steps = name == "step" and not (self._due or self._sharing.is_shared)
@@ -249,6 +252,13 @@ class Stream:
                 "recv",
             )
 
+    def _refuse(self) -> NoReturn:
+        raise CallPendingError(
+            "A signal handler, or another thread, calls these envs while another call sends to them. Call when that "
+            "one has returned. Nothing was sent.",
+            "send",
+        )
+
     def hand_over(self, envs: Collection[int]) -> None:
         """Give these envs, of which all is done, back to the caller: nothing may come after it but the return.
 
@@ -270,8 +280,14 @@ class Stream:
     def _carry_out(self) -> None:
         """Carry out what is decided; again does nothing."""
         if self.decided is not None:
-            self.decided(self)
-            self.decided = None
+            if self._is_at_work:
+                self._refuse()
+            self._is_at_work = True  # adjacent: no handler comes in between
+            try:
+                self.decided(self)
+                self.decided = None
+            finally:
+                self._is_at_work = False
 
     def seconds_by_now(self) -> list[float]:
         """Return ``seconds`` with those since they were counted; any thread may call it."""
@@ -323,21 +339,27 @@ class Stream:
             steps: All that there is to ask, if it is steps of envs that share no member; ``None``: it is to be found.
             actions: Those of the steps once more, in the form that is sent fastest.
         """
+        if self._is_at_work:
+            self._refuse()
         self._carry_out()
         if not self._due:
             return
-        if steps is not None:
-            self._round().send(self._fan.members, steps, actions)
-        else:
-            asked, due, given = self._round().requests, self._sharing.due, self._given
-            requests = {
-                member: request
-                for member in self._due
-                if member not in asked and (request := due(member, given)) is not None
-            }
-            if requests:
-                self._round().send(self._fan.members, requests)
-        self._due.clear()
+        self._is_at_work = True
+        try:
+            if steps is not None:
+                self._round().send(self._fan.members, steps, actions)
+            else:
+                asked, due, given = self._round().requests, self._sharing.due, self._given
+                requests = {
+                    member: request
+                    for member in self._due
+                    if member not in asked and (request := due(member, given)) is not None
+                }
+                if requests:
+                    self._round().send(self._fan.members, requests)
+            self._due.clear()
+        finally:
+            self._is_at_work = False
 
     def _note(self) -> bool:
         """Note what has come as ready, and return whether anything has."""
@@ -352,10 +374,16 @@ class Stream:
         return True
 
     def _round(self) -> Endless:
-        current = self._fan.unfinished
-        if not isinstance(current, Endless):  # by another thread, or by a signal handler
-            raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
-        return current
+        unfinished: object = self._fan.unfinished
+        if unfinished is not self._current:  # by another thread, or by a signal handler
+            if self._fan.members.bell is None:
+                raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
+            raise CallPendingError(
+                "A signal handler, or another thread, has reset or called all of these envs in the middle of the call. "
+                "Nothing was sent. What recv() was waiting for was dropped by reset().",
+                "send",
+            )
+        return self._current
 
     def _begun(self) -> Endless:
         """Return the endless round; it goes on with a call in two halves that is pending."""

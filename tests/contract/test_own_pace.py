@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from kit import (
     no_leaks,
 )
 from kit.gates import GO, WAIT, GateEnv
+from kit.interruption import Interruption, Ledger, every_place
 from kit.makers import multi_env, one_each
 from kit.side_by_side import info_of
 from kit.trainer_process import becomes_true
@@ -578,6 +579,45 @@ def test_recv_in_a_signal_handler_inside_of_recv_is_refused_and_the_outer_one_go
     finally:
         signal.signal(signal.SIGALRM, before)
     assert ["inside of another recv()" in str(error) for error in refusals] == [True]
+
+
+@pytest.mark.parametrize("call", ["send", "recv"])
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_a_signal_handler_that_sends_at_any_place_of_a_call_is_served_or_refused(face: Any, call: str) -> None:
+    ledgers, taken = [Ledger(horizon=None) for _ in range(3)], list[str]()
+
+    def receive(k: int | None = None) -> None:
+        *values, _, indices = envs.recv(k)
+        for place, env in enumerate(indices):
+            ledgers[env].step((*row_of(values, place), {}), [env])
+
+    class Handler(Interruption):
+        def _strike(self, frame: Any) -> None:
+            with suppress(CallPendingError):
+                envs.state_dict()
+            with suppress(CallPendingError):
+                envs.send(batch(envs, [2]), [2])
+                taken.append(self.where)
+
+    with face([partial(CounterEnv, horizon=None)] * 3) as envs:
+        *values, _ = envs.reset(seed=[0, 1, 2])
+        for env in range(3):
+            ledgers[env].reset((values[0][env], {}), env)
+        for handler in every_place(stride=3, strikes=Handler):
+            before = len(taken)
+            try:
+                with handler if call == "send" else nullcontext():
+                    envs.send(batch(envs, [0, 1]), [0, 1])
+            except CallPendingError:  # no env was under way: it has had a state_dict()
+                envs.send(batch(envs, [0, 1]), [0, 1])
+            with handler if call == "recv" else nullcontext():
+                receive(2)
+            if len(taken) == before:
+                envs.send(batch(envs, [2]), [2])
+            receive()
+            assert len({one.transitions for one in ledgers}) == 1, handler.where
+    assert ledgers[0].transitions > 20
+    assert len(taken) > 3
 
 
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
