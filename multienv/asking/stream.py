@@ -11,6 +11,7 @@ nothing. What it had given is asked by the next call.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -103,7 +104,8 @@ class Stream:
         self.decided: Callable[[Stream], None] | None = None  # no bound method: it would be a circle
         self.reader = 0
         self._is_at_work = False  # carries out what is decided, or asks members
-        self._current = current = self._begun()
+        current = self._begun()
+        self._current = weakref.ref(current)  # it keeps descriptors, and a manager keeps this
         # Env → its request, which is asked, or waits for those of the envs that share its worker.
         self._given = {
             env: request for member, request in current.requests.items() for env in self._sharing.envs(member, request)
@@ -223,9 +225,10 @@ class Stream:
         """Give all envs back to the caller, before ``name`` is called: a reset drops what is under way.
 
         Raises:
-            CallPendingError: It is no reset, and envs are under way.
+            CallPendingError: It is no reset, and envs are under way; or it is called inside of a ``recv()``.
         """
         if name == "reset":
+            self.refuse_nested(name)
             self._ask()
             while self._asked():
                 self.take(inf)
@@ -243,11 +246,11 @@ class Stream:
                 f"{name}(): envs {busy} are under way; recv() gives their results first. Nothing was sent.", "send"
             )
 
-    def refuse_nested(self) -> None:
-        """Raise CallPendingError if a ``recv()`` is under way: it would wait for envs that this one takes from it."""
+    def refuse_nested(self, name: str = "recv") -> None:
+        """Raise CallPendingError if a ``recv()`` is under way: it would wait for envs that ``name`` takes from it."""
         if self.reader:
             raise CallPendingError(
-                "recv(): it is called inside of another recv() of these envs, by a signal handler or another thread. "
+                f"{name}(): it is called inside of another recv() of these envs, by a signal handler or a thread. "
                 "Leave the results to that one.",
                 "recv",
             )
@@ -374,16 +377,16 @@ class Stream:
         return True
 
     def _round(self) -> Endless:
-        unfinished: object = self._fan.unfinished
-        if unfinished is not self._current:  # by another thread, or by a signal handler
+        current = self._fan.unfinished
+        if not isinstance(current, Endless) or current is not self._current():
             if self._fan.members.bell is None:
                 raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
             raise CallPendingError(
-                "A signal handler, or another thread, has reset or called all of these envs in the middle of the call. "
-                "Nothing was sent. What recv() was waiting for was dropped by reset().",
+                "A signal handler, or another thread, has called all of these envs in the middle of this call. Nothing "
+                "was sent.",
                 "send",
             )
-        return self._current
+        return current
 
     def _begun(self) -> Endless:
         """Return the endless round; it goes on with a call in two halves that is pending."""

@@ -24,15 +24,16 @@ def answered_of(asked: dict[int, tuple[Any, int]]) -> list[int]:
     Args:
         asked: Member → words of its worker, and number of its request.
     """
-    return [member for member, (words, number) in asked.items() if words[REPLY] == number]
+    return [member for member, (words, number) in list(asked.items()) if words[REPLY] == number]
 
 
 def awaits_on(core: int, asked: dict[int, tuple[Any, int]]) -> bool:
     """Tell whether a worker that is bound to a core has not answered; -1: no core; ``asked``: as before."""
-    return core >= 0 and any(words[BOUND] == 1 + core and words[REPLY] != number for words, number in asked.values())
+    bound = [words[BOUND] == 1 + core and words[REPLY] != number for words, number in list(asked.values())]
+    return core >= 0 and any(bound)
 
 
-if native is not None:  # the same in native code
+if native is not None:  # the same in native code; a signal handler that asks comes in between in Python alone
     answered_of, awaits_on = native.answered_of, native.awaits_on
 
 

@@ -555,16 +555,17 @@ def test_what_envs_that_share_a_worker_are_sent_is_theirs_from_then_on() -> None
 
 
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
-def test_recv_in_a_signal_handler_inside_of_recv_is_refused_and_the_outer_one_goes_on(
+def test_recv_and_reset_in_a_signal_handler_inside_of_recv_are_refused_and_the_outer_one_goes_on(
     face: Any, tmp_path: Path
 ) -> None:
     refusals: list[CallPendingError] = []
 
     def receive(*_: object) -> None:
-        try:
-            envs.recv(1)
-        except CallPendingError as error:
-            refusals.append(error)
+        for call in (partial(envs.recv, 1), envs.reset):
+            try:
+                call()
+            except CallPendingError as error:
+                refusals.append(error)
         (tmp_path / "gate").touch()
 
     before = signal.signal(signal.SIGALRM, receive)
@@ -578,7 +579,7 @@ def test_recv_in_a_signal_handler_inside_of_recv_is_refused_and_the_outer_one_go
             assert sorted(envs.recv(2)[-1]) == [0, 1]
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert ["inside of another recv()" in str(error) for error in refusals] == [True]
+    assert ["inside of another recv()" in str(error) for error in refusals] == [True, True]
 
 
 @pytest.mark.parametrize("call", ["send", "recv"])
