@@ -98,7 +98,7 @@ class Endless:
         requests: Member → its request, for those that are asked.
         answers: Member → what it answered, ``None`` if it failed; for those whose answer has come.
         failures: Member → what it raised.
-        sending: Members that are being asked; ``()``: all are asked.
+        sending: Members that were being asked when that was broken off; ``()``: none.
     """
 
     name, waits, resumed, is_interrupted, is_supervised = "", False, False, False, True
@@ -187,7 +187,16 @@ class Endless:
             requests: Member → its request.
             contents: If all are steps, their actions once more, in the same order, in the form that is sent fastest.
         """
-        self.sending = plain = list(requests)
+        asked = list(requests)
+        try:
+            self._send(members, requests, asked, contents)
+        except BaseException:
+            self.sending = asked  # only now: what a signal handler calls meanwhile takes nothing back
+            raise
+
+    def _send(
+        self, members: Members, requests: Mapping[int, NamedRequest], plain: list[int], contents: Sequence[Any] | None
+    ) -> None:
         self.requests.update(requests)
         if contents is None or members.blocking:
             steps = [member for member, request in requests.items() if request.name == "step"]
@@ -209,7 +218,6 @@ class Endless:
                 self._look_now.add(plain[done])
                 members.send(self, plain[done])
                 done += 1
-        self.sending = ()
         self._look_at = min(self._look_at, monotonic() + _LOOK_EVERY)
         if self.tasks:
             members.start(self)

@@ -14,6 +14,7 @@ nothing. What it had given is asked by the next call.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -22,7 +23,7 @@ from itertools import islice
 from math import inf
 from threading import get_ident
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from multienv import interrupts
 from multienv.asking.endless import Endless, NamedRequest, Result, Taken, named, results_of
@@ -105,7 +106,9 @@ class Stream:
         self._counted = monotonic()  # so far
         self.decided: Callable[[Stream], None] | None = None  # no bound method: it would be a circle
         self.reader = 0
+        self._is_at_work = False  # carries out what is decided, or asks members
         current = self._begun()
+        self._current = weakref.ref(current)  # it keeps descriptors, and a manager keeps this
         # Env → its request, which is asked, or waits for those of the envs that share its worker.
         self._given = {
             env: request for member, request in current.requests.items() for env in self._sharing.envs(member, request)
@@ -142,9 +145,12 @@ class Stream:
             raise CallPendingError(
                 f"{name}: another thread is in recv() of these envs. Make one call at a time. Nothing was sent.", "recv"
             )
+        if self._is_at_work:
+            self._refuse()
         self._carry_out()
         self.count_seconds()
         are_steps = name == "step" and not (self._due or self._sharing.is_shared)
+        are_steps = are_steps and self._round().requests.keys().isdisjoint(envs)  # not left out by a reset under way
         given = named(name, envs, contents)
         self.decided = partial(Stream._note_given, requests=given)
         self._ask(given if are_steps else None, contents)
@@ -222,9 +228,10 @@ class Stream:
         """Give all envs back to the caller, before ``name`` is called: a reset drops what is under way.
 
         Raises:
-            CallPendingError: It is no reset, and envs are under way.
+            CallPendingError: It is no reset, and envs are under way; or it is called inside of a ``recv()``.
         """
         if name == "reset":
+            self.refuse_nested(name)
             self._ask()
             while self._asked():
                 self.take(inf)
@@ -242,14 +249,21 @@ class Stream:
                 f"{name}(): envs {busy} are under way; recv() gives their results first. Nothing was sent.", "send"
             )
 
-    def refuse_nested(self) -> None:
-        """Raise CallPendingError if a ``recv()`` is under way: it would wait for envs that this one takes from it."""
+    def refuse_nested(self, name: str = "recv") -> None:
+        """Raise CallPendingError if a ``recv()`` is under way: it would wait for envs that ``name`` takes from it."""
         if self.reader:
             raise CallPendingError(
-                "recv(): it is called inside of another recv() of these envs, by a signal handler or another thread. "
+                f"{name}(): it is called inside of another recv() of these envs, by a signal handler or a thread. "
                 "Leave the results to that one.",
                 "recv",
             )
+
+    def _refuse(self) -> NoReturn:
+        raise CallPendingError(
+            "A signal handler, or another thread, calls these envs while another call sends to them. Call when that "
+            "one has returned. Nothing was sent.",
+            "send",
+        )
 
     def hand_over(self, envs: Collection[int]) -> None:
         """Give these envs, of which all is done, back to the caller: nothing may come after it but the return.
@@ -272,8 +286,14 @@ class Stream:
     def _carry_out(self) -> None:
         """Carry out what is decided; again does nothing."""
         if self.decided is not None:
-            self.decided(self)
-            self.decided = None
+            if self._is_at_work:
+                self._refuse()
+            self._is_at_work = True  # adjacent: no handler comes in between
+            try:
+                self.decided(self)
+                self.decided = None
+            finally:
+                self._is_at_work = False
 
     def seconds_by_now(self) -> list[float]:
         """Return ``seconds`` with those since they were counted; any thread may call it."""
@@ -325,21 +345,27 @@ class Stream:
             steps: All that there is to ask, if it is steps of envs that share no member; ``None``: it is to be found.
             actions: Those of the steps once more, in the form that is sent fastest.
         """
+        if self._is_at_work:
+            self._refuse()
         self._carry_out()
         if not self._due:
             return
-        if steps is not None:
-            self._round().send(self._fan.members, steps, actions)
-        else:
-            asked, due, given = self._round().requests, self._sharing.due, self._given
-            requests = {
-                member: request
-                for member in self._due
-                if member not in asked and (request := due(member, given)) is not None
-            }
-            if requests:
-                self._round().send(self._fan.members, requests)
-        self._due.clear()
+        self._is_at_work = True
+        try:
+            if steps is not None:
+                self._round().send(self._fan.members, steps, actions)
+            else:
+                asked, due, given = self._round().requests, self._sharing.due, self._given
+                requests = {
+                    member: request
+                    for member in self._due
+                    if member not in asked and (request := due(member, given)) is not None
+                }
+                if requests:
+                    self._round().send(self._fan.members, requests)
+            self._due.clear()
+        finally:
+            self._is_at_work = False
 
     def _note(self) -> bool:
         """Note what has come as ready, and return whether anything has."""
@@ -355,8 +381,14 @@ class Stream:
 
     def _round(self) -> Endless:
         current = self._fan.unfinished
-        if not isinstance(current, Endless):  # by another thread, or by a signal handler
-            raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
+        if not isinstance(current, Endless) or current is not self._current():
+            if self._fan.members.bell is None:
+                raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
+            raise CallPendingError(
+                "A signal handler, or another thread, has called all of these envs in the middle of this call. Nothing "
+                "was sent.",
+                "send",
+            )
         return current
 
     def _begun(self) -> Endless:

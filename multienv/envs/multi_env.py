@@ -286,7 +286,8 @@ class MultiEnv:
 
         Raises:
             ActionError: The number of actions is wrong; nothing was sent.
-            CallPendingError: Some of the envs are under way; nothing was sent.
+            CallPendingError: Some of the envs are under way, or a signal handler calls it while another call sends;
+                nothing was sent.
         """
         self._refuse_if_closed("send()")
         stream = self._pace.begin("send")

@@ -24,7 +24,7 @@ def answered_of(asked: dict[int, tuple[Any, int]]) -> list[int]:
     Args:
         asked: Member → words of its worker, and number of its request.
     """
-    return [member for member, (words, number) in asked.items() if words[REPLY] == number]
+    return [member for member, (words, number) in list(asked.items()) if words[REPLY] == number]
 
 
 def awaits_on(core: int, asked: dict[int, tuple[Any, int]]) -> bool:
@@ -34,10 +34,11 @@ def awaits_on(core: int, asked: dict[int, tuple[Any, int]]) -> bool:
         core: The core; -1: it is not known, and no worker counts.
         asked: As for :func:`answered_of`.
     """
-    return core >= 0 and any(words[BOUND] == 1 + core and words[REPLY] != number for words, number in asked.values())
+    lines = list(asked.values())
+    return core >= 0 and any(words[BOUND] == 1 + core and words[REPLY] != number for words, number in lines)
 
 
-if native is not None:  # the same in native code
+if native is not None:  # the same in native code; a signal handler that asks comes in between in Python alone
     answered_of, awaits_on = native.answered_of, native.awaits_on
 
 

@@ -435,7 +435,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises:
             ActionError: The actions do not fit the action space; nothing was sent.
-            CallPendingError: Some of the envs are under way; nothing was sent.
+            CallPendingError: Some of the envs are under way, or a signal handler calls it while another call sends;
+                nothing was sent.
             ResetNeededError: Some of the envs have no running episode; nothing was sent.
         """
         if self.closed:

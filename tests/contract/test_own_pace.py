@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from kit import (
     no_leaks,
 )
 from kit.gates import GO, WAIT, GateEnv
+from kit.interruption import Interruption, Ledger, every_place
 from kit.makers import multi_env, one_each
 from kit.side_by_side import info_of
 from kit.trainer_process import becomes_true
@@ -313,6 +314,21 @@ def test_some_envs_are_reset_while_none_is_under_way(envs_per_worker: int) -> No
         assert not envs.step(np.array([1] * NUM_ENVS))[2].any()
 
 
+@pytest.mark.parametrize("envs_per_worker", [1, 2])
+def test_envs_that_a_reset_leaves_out_are_stepped_meanwhile(envs_per_worker: int) -> None:
+    """Their workers may not have answered that they have nothing to reset."""
+    mask = np.array([True, True, False, False])
+    options = {"autoreset_mode": "Disabled", "envs_per_worker": envs_per_worker}
+    with SubprocessVectorEnv([partial(CounterEnv, horizon=None)] * NUM_ENVS, **options) as envs:
+        envs.reset(seed=3)
+        for number in range(1, 31):
+            envs.reset_async(options={"reset_mask": mask})
+            envs.send(np.array([1, 1]), [2, 3])
+            observations, *_, indices = envs.recv()
+            steps = {env: row[0] for env, row in zip(indices.tolist(), observations, strict=True)}
+            assert steps == {0: 0, 1: 0, 2: number, 3: number}
+
+
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
 def test_a_dead_worker_is_noticed_while_others_are_always_ready(face: Any) -> None:
     with face([partial(CounterEnv, horizon=None)] * 3, restart=NO_SNAPSHOTS) as envs:
@@ -539,16 +555,17 @@ def test_what_envs_that_share_a_worker_are_sent_is_theirs_from_then_on() -> None
 
 
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
-def test_recv_in_a_signal_handler_inside_of_recv_is_refused_and_the_outer_one_goes_on(
+def test_recv_and_reset_in_a_signal_handler_inside_of_recv_are_refused_and_the_outer_one_goes_on(
     face: Any, tmp_path: Path
 ) -> None:
     refusals: list[CallPendingError] = []
 
     def receive(*_: object) -> None:
-        try:
-            envs.recv(1)
-        except CallPendingError as error:
-            refusals.append(error)
+        for call in (partial(envs.recv, 1), envs.reset):
+            try:
+                call()
+            except CallPendingError as error:
+                refusals.append(error)
         (tmp_path / "gate").touch()
 
     before = signal.signal(signal.SIGALRM, receive)
@@ -562,7 +579,46 @@ def test_recv_in_a_signal_handler_inside_of_recv_is_refused_and_the_outer_one_go
             assert sorted(envs.recv(2)[-1]) == [0, 1]
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert ["inside of another recv()" in str(error) for error in refusals] == [True]
+    assert ["inside of another recv()" in str(error) for error in refusals] == [True, True]
+
+
+@pytest.mark.parametrize("call", ["send", "recv"])
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_a_signal_handler_that_sends_at_any_place_of_a_call_is_served_or_refused(face: Any, call: str) -> None:
+    ledgers, taken = [Ledger(horizon=None) for _ in range(3)], list[str]()
+
+    def receive(k: int | None = None) -> None:
+        *values, _, indices = envs.recv(k)
+        for place, env in enumerate(indices):
+            ledgers[env].step((*row_of(values, place), {}), [env])
+
+    class Handler(Interruption):
+        def _strike(self, frame: Any) -> None:
+            with suppress(CallPendingError):
+                envs.state_dict()
+            with suppress(CallPendingError):
+                envs.send(batch(envs, [2]), [2])
+                taken.append(self.where)
+
+    with face([partial(CounterEnv, horizon=None)] * 3) as envs:
+        *values, _ = envs.reset(seed=[0, 1, 2])
+        for env in range(3):
+            ledgers[env].reset((values[0][env], {}), env)
+        for handler in every_place(stride=3, strikes=Handler):
+            before = len(taken)
+            try:
+                with handler if call == "send" else nullcontext():
+                    envs.send(batch(envs, [0, 1]), [0, 1])
+            except CallPendingError:  # no env was under way: it has had a state_dict()
+                envs.send(batch(envs, [0, 1]), [0, 1])
+            with handler if call == "recv" else nullcontext():
+                receive(2)
+            if len(taken) == before:
+                envs.send(batch(envs, [2]), [2])
+            receive()
+            assert len({one.transitions for one in ledgers}) == 1, handler.where
+    assert ledgers[0].transitions > 20
+    assert len(taken) > 3
 
 
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)

@@ -534,8 +534,8 @@ MUTANTS = [
         "A change that is decided at own pace is forgotten if an exception comes while it is carried out.",
         8,
         "asking/stream.py",
-        "            self.decided(self)\n            self.decided = None\n",
-        "            decided, self.decided = self.decided, None\n            decided(self)\n",
+        "                self.decided(self)\n                self.decided = None\n",
+        "                decided, self.decided = self.decided, None\n                decided(self)\n",
         ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
