@@ -59,14 +59,14 @@ def advice_after(name: str, mode: AutoresetMode, failures: Mapping[int, BaseExce
     if name != "rollout" and not name.startswith(("step", "recv")):
         return "No episode has ended.", "The other envs have answered."
     step, reset = ("send", "reset_async") if name.startswith("recv") else ("step", "reset")
+    reset += "(options={'reset_mask': mask})"
     advice = (
-        f"The next {step}() begins a new episode of each env that raised an error of its own; after any other, "
-        f"{reset}()."
+        f"The next {step}() begins a new episode of each env that raised an error of its own; after any other, {reset}."
     )
     if all(isinstance(error, ActionError) and not isinstance(error, EnvError) for error in failures.values()):
         advice = f"The failed envs took no step: call {step}() again, with valid actions for them."
     elif mode is AutoresetMode.DISABLED:
-        advice = f"Reset the failed envs: {reset}(options={{'reset_mask': mask}})."
+        advice = f"Reset the failed envs: {reset}."
     return advice, "The episodes of the other envs go on."
 
 

@@ -296,7 +296,7 @@ def test_another_thread_in_recv_is_told_to_the_call_that_was_made(face: Any, tmp
 def test_the_advice_names_the_calls_of_envs_at_their_own_pace(face: Any, mode: str) -> None:
     raises = partial(FaultyEnv, fault=Fault("raise", "step", action=3), horizon=None)
     advice = {
-        "NextStep": r"The next send\(\) begins .* after any other, reset_async\(\)",
+        "NextStep": r"The next send\(\) begins .* after any other, reset_async\(options=",
         "Disabled": r": reset_async\(options=\{'reset_mask': mask\}\)",
     }
     with face([raises, CounterEnv], autoreset_mode=mode) as envs:
