@@ -254,8 +254,9 @@ class EnvsFailedError(MultienvError):
 
     Attributes:
         failures: Env index → exception of that env.
-        results: What the call returned for each env; ``None`` for the envs that failed. After a step of a vector env or
-            a ``MultiEnv``: observation, reward, terminated, truncated and info. After a reset: observation and info.
+        results: What the call returned for each env; ``None`` for the envs that failed, and for those that this
+            ``recv()`` did not return. After a step of a vector env or a ``MultiEnv``: observation, reward, terminated,
+            truncated and info. After a reset: observation and info.
     """
 
     failures: Mapping[int, BaseException]

@@ -147,9 +147,10 @@ class Statistics:
         last_loss: The last loss, or ``None``.
         last_recovery: The outcome of the last loss, or ``None``.
         recv_seconds: Seconds that ``recv()`` has waited for envs that go at their own pace. A run that spends most of
-            its time there is bound by its envs; one that hardly waits is bound by its policy.
-        ready_seconds: Seconds that an env's result lay ready, from when ``recv()`` found it until it returned it; the
-            mean of all envs that ``recv()`` chooses from.
+            its time there is bound by its envs; one that hardly waits is bound by its policy. This and the next two are
+            of the whole batch: each of its workers has the same numbers, so do not add them up.
+        ready_seconds: Seconds that an env's result lay ready, from when a ``recv()`` found it until one returned it;
+            the mean of all envs that ``recv()`` chooses from. What came before a ``recv()`` looked is not counted.
         idle_seconds: Seconds that an env waited for an action after ``recv()`` had returned its result; the mean, too.
     """
 
@@ -200,7 +201,8 @@ def flat_statistics(statistics: Statistics | Iterable[Statistics | None]) -> dic
         ``replayed_recoveries``, ``truncated_recoveries``, ``replayed_steps``, ``journal_bytes`` and ``rss_bytes``.
         ``rss_bytes_max``: the memory of the largest worker. ``step_seconds_mean`` and ``step_seconds_max``: seconds
         that a step takes in the worker, over the workers. ``recovery_seconds_mean`` and ``recovery_seconds_max``: over
-        the last recoveries of all workers. A value that is not known is 0.
+        the last recoveries of all workers. ``recv_seconds``, ``ready_seconds`` and ``idle_seconds``, which are of the
+        whole batch: not added up; of several batches, the largest. A value that is not known is 0.
     """
     every = [statistics] if isinstance(statistics, Statistics) else [one for one in statistics if one is not None]
     found: dict[str, float] = {"workers": sum(one.pid is not None for one in every)}
@@ -208,6 +210,8 @@ def flat_statistics(statistics: Statistics | Iterable[Statistics | None]) -> dic
     rss = [one.rss or 0 for one in every]
     found |= {"journal_bytes": sum(one.journal_bytes for one in every)}
     found |= {"rss_bytes": sum(rss), "rss_bytes_max": max(rss, default=0)}
+    of_batch = ("recv_seconds", "ready_seconds", "idle_seconds")
+    found |= {name: max((getattr(one, name) for one in every), default=0.0) for name in of_batch}
     times = {
         "step_seconds": [one.step_seconds for one in every if one.step_seconds is not None],
         "recovery_seconds": [seconds for one in every for seconds in one.recovery_seconds],

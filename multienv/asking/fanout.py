@@ -313,9 +313,9 @@ class FanOut:
             return
         asked = current.name
         if not current.is_interrupted:
+            first = "reset_wait(), or recv() of a batch," if asked == "reset" else f"{asked}_wait()"
             raise CallPendingError(
-                f"Calling `{name}` while waiting for a pending call to `{asked}` to complete. Call {asked}_wait() "
-                "first.",
+                f"Calling `{name}` while waiting for a pending call to `{asked}` to complete. Call {first} first.",
                 asked,
             )
         if asked in ("step", "rollout") and not name.startswith("reset"):

@@ -142,8 +142,10 @@ class Stream:
             contents: For each of them an action, which the caller must not change any more, or a message.
         """
         if self.reader not in (0, get_ident()):
+            call = "send" if name == "step" else "reset_async"
             raise CallPendingError(
-                f"{name}: another thread is in recv() of these envs. Make one call at a time. Nothing was sent.", "recv"
+                f"{call}(): another thread is in recv() of these envs. Make one call at a time. Nothing was sent.",
+                "recv",
             )
         if self._is_at_work:
             self._refuse()
@@ -246,7 +248,9 @@ class Stream:
         if not given.keys().isdisjoint(envs) or not ready.keys().isdisjoint(envs):
             busy = [env for env in envs if env in given or env in ready]
             raise CallPendingError(
-                f"{name}(): envs {busy} are under way; recv() gives their results first. Nothing was sent.", "send"
+                f"{name}(): envs {busy} are under way; recv() gives their results first.{self._held_up()} Nothing was "
+                "sent.",
+                "send",
             )
 
     def refuse_nested(self, name: str = "recv") -> None:
@@ -414,15 +418,25 @@ class Stream:
         return found
 
     def _what_comes(self, coming: int) -> str:
-        waiting = sorted(self._given.keys() - set(self._asked()))
-        text = f"the results of {coming} envs can come. Ask for 1 to {coming} of them." if coming else ""
-        text = text or "no env is under way. Call send() first, or reset_async()."
-        if waiting:
-            text += (
-                f" Envs {waiting} wait for actions for the envs that share their process: send these, or make the envs "
-                "with envs_per_worker=1."
-            )
-        return text
+        held_up = self._held_up()
+        if coming:
+            return f"the results of {coming} envs can come. Ask for 1 to {coming} of them.{held_up}"
+        return (
+            f"no result can come.{held_up}" if held_up else "no env is under way. Call send() first, or reset_async()."
+        )
+
+    def _held_up(self) -> str:
+        """Return what to do for the envs that have a request and wait for others of their process; ``""``: none."""
+        waiting = self._given.keys() - set(self._asked())
+        if not waiting:
+            return ""
+        member = self._sharing.member
+        members = set(map(member, waiting))
+        lacking = [env for env in range(self._sharing.count) if member(env) in members and env not in self._given]
+        return (
+            f" Envs {sorted(waiting)} wait for the actions of envs {lacking}, which share their process: send() these, "
+            "or make the envs with envs_per_worker=1."
+        )
 
 
 def _check_count(name: str, count: Any) -> None:
@@ -487,6 +501,18 @@ class OwnPace:
             self._seconds, self.stream = self._with_those_of(stream), None
             current.end()
             self._fan.forget()
+
+    def idle(self, note: Callable[[Round], None] | None = None) -> list[int]:
+        """Return the envs that wait for an action: all but those that are under way; ``note``: see :meth:`begin`."""
+        current, busy = self._fan.unfinished, set[int]()
+        if self.stream is not None:
+            busy = {*self.stream.given, *self.stream.ready}
+        elif self.is_beginning():
+            requests = (NamedRequest(current.name, one) for one in current.requests)
+            busy = {env for member, one in enumerate(requests) for env in self._sharing.envs(member, one)}
+        elif isinstance(current, Round):
+            self._fan.settle("idle_envs", note)
+        return [env for env in range(self._sharing.count) if env not in busy]
 
     def is_busy(self) -> bool:
         """Tell whether envs are under way."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 from multienv.asking.fanout import FanOut, Round, resumed
 from multienv.asking.members import Followup
 from multienv.config import checked_seed, integer
-from multienv.errors import UsageError
+from multienv.errors import ActionError, EnvError, UsageError
 from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
 from multienv.wire.messages import Call, Message, Render
@@ -52,17 +52,21 @@ def call_message(
     return Call(name, args, kwargs, slots, recorded and name not in _READING)
 
 
-def advice_after(name: str, mode: AutoresetMode) -> tuple[str, str]:
+def advice_after(name: str, mode: AutoresetMode, failures: Mapping[int, BaseException]) -> tuple[str, str]:
     """Return two sentences for an error: what to do after envs failed in a call, and what became of the others."""
     if name.startswith("reset"):
         return "Reset the failed envs again.", "The other envs are reset."
-    if name != "rollout" and not name.startswith("step"):
+    if name != "rollout" and not name.startswith(("step", "recv")):
         return "No episode has ended.", "The other envs have answered."
+    step, reset = ("send", "reset_async") if name.startswith("recv") else ("step", "reset")
+    reset += "(options={'reset_mask': mask})"
     advice = (
-        "The next step() begins a new episode of each env that raised an error of its own; after any other, reset()."
+        f"The next {step}() begins a new episode of each env that raised an error of its own; after any other, {reset}."
     )
-    if mode is AutoresetMode.DISABLED:
-        advice = "Reset the failed envs: reset(options={'reset_mask': mask})."
+    if all(isinstance(error, ActionError) and not isinstance(error, EnvError) for error in failures.values()):
+        advice = f"The failed envs took no step: call {step}() again, with valid actions for them."
+    elif mode is AutoresetMode.DISABLED:
+        advice = f"Reset the failed envs: {reset}."
     return advice, "The episodes of the other envs go on."
 
 

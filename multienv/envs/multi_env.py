@@ -274,6 +274,12 @@ class MultiEnv:
         self._seed_here(requests)
         stream.give("reset", chosen, list(chosen.values()))
 
+    @property
+    def idle_envs(self) -> list[int]:
+        """Return the envs that wait for an action: all but those that :meth:`recv` has to return."""
+        self._refuse_if_closed("idle_envs")
+        return self._pace.idle()
+
     def send(self, actions: Sequence[Any], indices: Sequence[int] | None = None) -> None:
         """Send actions to some envs without waiting; :meth:`recv` returns the results.
 
@@ -335,7 +341,9 @@ class MultiEnv:
         if errors:
             outcomes = dict(zip(envs, answers, strict=True))
             results = [outcomes.get(index) for index in range(self.num_envs)]
-            error = EnvsFailedError.collect("recv()", errors, results, *advice_after("step", self.autoreset_mode))
+            error = EnvsFailedError.collect(
+                "recv()", errors, results, *advice_after("recv", self.autoreset_mode, errors)
+            )
             stream.hand_over(envs)
             raise error
         lists = (*map(list, zip(*answers, strict=True)), envs)
@@ -411,7 +419,7 @@ class MultiEnv:
         """Raise what some envs raised."""
         try:
             self._refuse_if_closed(what)  # meanwhile, by a signal handler or another thread: no failure of the envs
-            advice = advice_after(what, self.autoreset_mode)
+            advice = advice_after(what, self.autoreset_mode, current.failures)
             raise EnvsFailedError.collect(what, current.failures, results, *advice)
         finally:
             self._fan.finish()

@@ -415,6 +415,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     # --- each env at its own pace -----------------------------------------------------------------
 
+    @property
+    def idle_envs(self) -> Array:
+        """Return the envs that wait for an action, an int64 array: all but those that :meth:`recv` has to return."""
+        if self.closed:
+            self._refuse_closed("idle_envs")
+        return np.array(self._pace.idle(self._note), np.int64)
+
     def send(self, actions: Any, indices: Sequence[int] | None = None) -> None:
         """Send actions to some envs without waiting; :meth:`recv` returns the results.
 
@@ -527,7 +534,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             if env not in failures:
                 ended = bool(reply.terminated[0]), bool(reply.truncated[0])
                 returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended, infos_of([reply])[0])
-        return _collect("recv", failures, returned, *advice_after("step", self.autoreset_mode))
+        return _collect("recv", failures, returned, *advice_after("recv", self.autoreset_mode, failures))
 
     def _has_episode(self, taken: Taken, index: int) -> bool:
         """Tell whether an env has an episode after what has come of its request."""
@@ -617,7 +624,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     results[index] = fragment
                 elif isinstance(error, EnvError):
                     error.fragment = fragment
-        return _collect("rollout", failures, results, *advice_after("rollout", self.autoreset_mode))
+        return _collect("rollout", failures, results, *advice_after("rollout", self.autoreset_mode, failures))
 
     # --- what came back ---------------------------------------------------------------------------
 
@@ -680,7 +687,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     seen, info = self._rows.row(reply, slot), infos[index]
                     ended = bool(reply.terminated[slot]), bool(reply.truncated[slot])
                     results[index] = (seen, reply.rewards[slot], *ended, info) if is_step else (seen, info)
-        return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode))
+        return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode, failures))
 
     def _infos(self, replies: Sequence[RowsReply], *, resumed: bool = False) -> Infos:
         """Return the infos as gymnasium merges them, or one for each env."""
@@ -835,7 +842,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     found |= zip([index for index in asked if rows.start <= index < rows.stop], answer[0], strict=True)
             results = tuple(found.get(index) for index in asked)
             if failures:
-                return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode))
+                return _collect(
+                    current.name, failures, results, *advice_after(current.name, self.autoreset_mode, failures)
+                )
             return results
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]

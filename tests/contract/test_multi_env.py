@@ -93,6 +93,8 @@ def test_a_bad_action_is_its_envs_alone():
         with pytest.raises(ActionError) as caught:
             m.step([[1, 2], 0, 0, 0, 0, 0])
         assert list(caught.value.failures) == [0]
+        assert "call step() again, with valid actions" in str(caught.value)
+        assert "reset()" not in str(caught.value)
         assert [one[0] for one in m.step([0] * 6)[0]] == [1, 2, 2, 2, 2, 2]
 
 

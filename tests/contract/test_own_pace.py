@@ -42,6 +42,7 @@ from multienv import (
     RestartPolicy,
     SerialVectorEnv,
     SubprocessVectorEnv,
+    flat_statistics,
 )
 from multienv.errors import (
     ActionError,
@@ -197,6 +198,9 @@ def test_statistics_tell_whether_the_envs_or_the_policy_are_waited_for() -> None
         def seconds() -> tuple[float, ...]:
             first, second = envs.statistics()
             assert first.recv_seconds == second.recv_seconds
+            numbers = flat_statistics([first, second])
+            for name in ("recv_seconds", "ready_seconds", "idle_seconds"):
+                assert numbers[name] == max(getattr(first, name), getattr(second, name)), "not added up"
             return first.recv_seconds, first.ready_seconds, first.idle_seconds
 
         assert seconds() == (0.0, 0.0, 0.0)
@@ -220,6 +224,87 @@ def test_statistics_tell_whether_the_envs_or_the_policy_are_waited_for() -> None
         envs.recv()
         envs.step([1, 1])
         assert seconds() >= more
+
+
+@pytest.mark.parametrize("face", list(FACES))
+def test_a_loop_that_ctrl_c_breaks_off_anywhere_goes_on_with_the_idle_envs(face: Any) -> None:
+    with face(ENV_FNS) as envs:
+        assert list(envs.idle_envs) == [0, 1, 2, 3]
+        envs.reset_async(seed=3)
+        assert list(envs.idle_envs) == []
+        counts = [-1] * NUM_ENVS
+        for turn in range(20):
+            try:
+                indices = envs.recv()[-1]
+                assert sorted(envs.idle_envs) == sorted(indices)
+                for env in indices:
+                    counts[env] += 1
+                if turn % 2:
+                    raise KeyboardInterrupt  # before send()
+                envs.send(batch(envs, [0] * len(indices)), indices)
+                assert list(envs.idle_envs) == []
+                raise KeyboardInterrupt  # after it
+            except KeyboardInterrupt:
+                idle = envs.idle_envs
+                assert isinstance(idle, list) or idle.dtype == np.int64
+                envs.send(batch(envs, [0] * len(idle)), idle)
+        assert counts == [19] * NUM_ENVS
+        envs.recv()
+    with pytest.raises(ClosedError, match="idle_envs"):
+        envs.idle_envs  # noqa: B018
+
+
+def test_envs_that_a_pending_reset_leaves_out_are_idle() -> None:
+    for face in (one_each, shared):
+        with face(ENV_FNS) as envs:
+            envs.reset(seed=3)
+            envs.reset_async(options={"reset_mask": np.array([True, False, False, False])})
+            assert envs.idle_envs.tolist() == [1, 2, 3]
+            envs.reset_wait()
+            envs.step_async(np.array([0] * NUM_ENVS))
+            with pytest.raises(CallPendingError, match="step_wait"):
+                envs.idle_envs  # noqa: B018
+            envs.step_wait()
+
+
+def test_a_second_reset_is_told_of_both_calls_that_end_the_first() -> None:
+    with one_each(ENV_FNS) as envs:
+        envs.reset_async(seed=3)
+        with pytest.raises(CallPendingError, match=r"reset_wait\(\), or recv\(\)"):
+            envs.reset_async(seed=3)
+        envs.recv()
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_another_thread_in_recv_is_told_to_the_call_that_was_made(face: Any, tmp_path: Path) -> None:
+    with face([partial(GateEnv, tmp_path)] * 2) as envs:
+        envs.reset(seed=3)
+        envs.send(batch(envs, [WAIT]), [0])
+        reader = threading.Thread(target=envs.recv)
+        reader.start()
+        assert becomes_true(lambda: envs._pace.stream.reader != 0)
+        mask = np.array([False, True])
+        with pytest.raises(CallPendingError, match=r"^send\(\): another thread"):
+            envs.send(batch(envs, [GO]), [1])
+        with pytest.raises(CallPendingError, match=r"^reset_async\(\): another thread"):
+            envs.reset_async(options={"reset_mask": mask})
+        (tmp_path / "gate").touch()
+        reader.join()
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_the_advice_names_the_calls_of_envs_at_their_own_pace(face: Any, mode: str) -> None:
+    raises = partial(FaultyEnv, fault=Fault("raise", "step", action=3), horizon=None)
+    advice = {
+        "NextStep": r"The next send\(\) begins .* after any other, reset_async\(options=",
+        "Disabled": r": reset_async\(options=\{'reset_mask': mask\}\)",
+    }
+    with face([raises, CounterEnv], autoreset_mode=mode) as envs:
+        envs.reset(seed=3)
+        envs.send(batch(envs, [3, 1]))
+        with pytest.raises(EnvsFailedError, match=advice[mode]):
+            envs.recv()
 
 
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
@@ -456,8 +541,9 @@ def test_an_env_waits_for_those_that_share_its_process() -> None:
         envs.reset_async(seed=3)
         envs.recv()
         envs.send(np.array([1]), [0])
-        with pytest.raises(UsageError, match=r"Envs \[0\] wait for actions for the envs that share their process"):
-            envs.recv(1)
+        for call in (lambda: envs.recv(1), lambda: envs.step(np.array([1] * NUM_ENVS))):
+            with pytest.raises(UsageError, match=r"Envs \[0\] wait for the actions of envs \[1\].*: send\(\) these"):
+                call()
         actions = np.array([2])
         envs.send(actions, [1])
         actions[:] = 3
