@@ -128,7 +128,8 @@ def _rows(result: Bench) -> list[dict[str, Any]]:
 
 def _show(console: Console, document: dict[str, Any]) -> None:
     title = f"{document['env']} × {document['num_envs']} on {document['cores']} cores"
-    table = Table("", Column(title, overflow="fold"), box=None, pad_edge=False)
+    longest_word = len("SubprocessVectorEnv(env_fns,")
+    table = Table("", Column(title, overflow="fold", min_width=longest_word), box=None, pad_edge=False)
     for header in ("steps/s", "of the limit", "recommended is faster by"):
         table.add_column(header, justify="right")
     for one in document["contenders"]:

@@ -114,7 +114,8 @@ def chaos(
 
 
 def _table(told: dict[str, Any]) -> Table:
-    title = f"{told['env']}: {told['steps']:,} steps compared with an undisturbed run"
+    ends = f"{told['episodes']:,} ends of episodes" if told["episodes"] else "no end of an episode"
+    title = f"{told['env']}: {told['steps']:,} steps and {ends} compared with an undisturbed run"
     table = Table(title=title, show_header=False, min_width=len(title))
     table.add_column("")
     table.add_column("", justify="right")

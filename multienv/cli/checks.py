@@ -51,7 +51,8 @@ _NO_CHANCE = 3
 # Steps between two looks into a worker: what was learnt of an env outlives its crash.
 _LOOK_EVERY = 16
 # Episodes that show a memory across resets: steps in all and seconds of a walk; about how many episodes there should
-# be; least number of them, and about how many begin in a new process; least and greatest number of steps of each.
+# be; least number of them, and about how many begin in a new process; least and greatest number of steps of each. If
+# twice as many steps fit in as these episodes need, the first half of the walk ends no episode.
 _ANEW_STEPS, _ANEW_SECONDS, _ANEW_EPISODES, _ANEW_LEAST = 5000, 1.5, 8, 4
 _SHORTEST, _LONGEST = 20, 100
 # Steps of two envs that show whether they get along in one worker.
@@ -72,8 +73,9 @@ _TIMES_THE_SLOWEST, _LEAST_DEADLINE = 10.0, 1.0
 _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 # About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
-# A snapshot is measured in so many blocks of so many steps. So many steps or more are recommended between two of them.
-_BLOCKS, _BLOCK, _LEAST_EVERY = 9, 5, 20
+# A snapshot is measured in so many blocks of so many steps. So many steps or more are recommended between two of them,
+# and at most this part of the steps between two faults.
+_BLOCKS, _BLOCK, _LEAST_EVERY, _PART_OF_FAULTS = 9, 5, 20, 0.1
 # Imports that take so many seconds, and this part of a start, are worth a preload, of packages that take this part of
 # the imports.
 _LONG_IMPORTS, _PART_OF_START, _PART_OF_IMPORTS = 1.0, 0.5, 0.1
@@ -128,6 +130,7 @@ class Patient:
         again: Whether another process walks the same way, as far as is known.
         noticed: What it draws from, and whether what it returns can be compared.
         remembers: Whether the env carries memory across resets, as far as is known.
+        may_remember: Whether a check has left that open.
         batch: What a vector env can do with it: ``"shared"``: several are in a worker; ``"alone"``: one is in each;
             ``"none"``: it does not take the env.
         ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
@@ -157,6 +160,7 @@ class Patient:
     again: bool = True
     noticed: Noticed = field(default_factory=Noticed)
     remembers: bool = False
+    may_remember: bool = False
     batch: Literal["shared", "alone", "none"] = "shared"
     ways: dict[str, Outcome] = field(default_factory=dict)
     start: float = 0.0
@@ -248,8 +252,11 @@ def examine(patient: Patient, report: Callable[[Row], object]) -> list[Row]:
 
 
 def _tried(check: Callable[[Patient], Row | None], patient: Patient) -> Row | None:
-    """Run a check. If the env itself crashed or hung, run it once more: that may have been chance."""
-    for is_last in (False, True):
+    """Run a check. If the env itself crashed or hung, run it once more: that may have been chance.
+
+    The check of many steps has one try more.
+    """
+    for is_last in (False, False, True) if check is begins_anew else (False, True):
         try:
             return check(patient)
         except Exception as error:  # the env caused it, and multienv raised it
@@ -267,7 +274,7 @@ def _failed(patient: Patient, error: Exception) -> Row:
     """Return the row of a check that raised: what happened, and in which line of the env."""
     text = (str(error) or type(error).__name__).splitlines()[0]
     if isinstance(error, SpoiledError):
-        return Row("note", f"not known: {text}")
+        return Row("note", f"not known: {text}", _CHANCE if patient.own_faults and patient.again else "")
     verdict: Verdict = "broken"
     advice, detail = "Run the env without multienv, and fix it first.", str(getattr(error, "remote_traceback", ""))
     if not isinstance(error, MultienvError):
@@ -413,27 +420,36 @@ def begins_anew(patient: Patient) -> Row:
     longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
     lost_in: list[int] = []
     most = _ANEW_STEPS // (5 if patient.own_faults else 1)  # or it crashes before the end
-    first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, lost_in=lost_in)
-    episodes = f"{len(first.ends)} episodes of at most {longest} steps"
+    cut_from = min(fit_in, most) / 2 if fit_in > 2 * _ANEW_EPISODES * _LONGEST else 0.0
+    patient.may_remember = True
+    first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, cut_from=cut_from, lost_in=lost_in)
+    lengths = [longest] if not first.ends else [end - begin for begin, end in pairwise([0, *first.ends])]
+    episodes = f"{len(first.ends)} episodes of at most {max(lengths)} steps"
     if len(first.ends) < _ANEW_LEAST:
         if lost_in:
-            return Row("note", f"not known: only {episodes} before the env itself crashed or hung", _CHANCE)
+            raise SpoiledError(f"only {episodes} before the env itself crashed or hung")
         return Row("note", f"not known: only {episodes} fit into {_ANEW_SECONDS} s")
     policy = replace(RAISE, recycle_after_episodes=len(first.ends) // _ANEW_LEAST)
     with patient.worker(restart=policy, reports="") as env:
-        again = walk(env, first.steps, longest=longest)
+        again = walk(env, first.steps, longest=longest, cut_from=cut_from)
         replaced = env.statistics().recycled
     if not replaced:
         raise SpoiledError("no process was replaced")
     if again.differs_at(first):
-        patient.remembers = True
+        patient.remembers, patient.may_remember = True, False
         return Row(
             "note",
             f"{_MEMORY}: {episodes} differ if some of them begin in a new process",
             'A replay from a reset counts as "replayed", and may go on otherwise. Give RestartPolicy(accept="exact") '
             f"to have none. To have them exact, begin anew in reset(): clear all state there. {_OR_CHANCE}",
         )
-    return Row("ok", f"{episodes} are the same, though {replaced} of them begin in a new process")
+    same = f"the same, though {replaced} of them begin in a new process"
+    if not first.ended:
+        episodes = f"{len(first.ends)} episodes, each cut off after at most {max(lengths)} steps"
+        means = f"{episodes}, are {same}; what an end of an episode changes was not seen"
+        return Row("note", means, "`multienv chaos` walks longer, and counts the episodes that end.")
+    patient.may_remember = False
+    return Row("ok", f"{episodes} are {same}")
 
 
 def draws(patient: Patient) -> Row | None:
@@ -723,6 +739,7 @@ def snapshots(patient: Patient) -> Row | None:
 
     With n steps between two snapshots, and F between two faults, each step costs 1/n of a snapshot, and n / (2 F) steps
     that are repeated. Both together cost the least if n² is 2 F times the steps that fit into the time of a snapshot.
+    But n is at most F / 10: in a repeat of many steps another fault strikes, and the recovery may not be exact.
     """
     if not patient.own_faults or patient.obstacle or "differs" in patient.ways.values():
         return None
@@ -734,9 +751,16 @@ def snapshots(patient: Patient) -> Row | None:
         return None
     cost = max(0.0, with_each / without - 1) * _BLOCK  # in steps
     between_faults = patient.steps / (patient.crashed + patient.hung)
-    patient.snapshot_every = every = _rounded_down(max(_LEAST_EVERY, math.sqrt(2 * between_faults * cost)))
+    cheapest = math.sqrt(2 * between_faults * cost)
+    every, more = (
+        _rounded_down(max(_LEAST_EVERY, steps)) for steps in (min(cheapest, _PART_OF_FAULTS * between_faults), cheapest)
+    )
+    patient.snapshot_every = every
     means = f"each takes as long as {cost:.0f} steps. A crash or hang comes about once in {between_faults:,.0f}: one "
-    means += f"every {every:,} is best, and slows the steps down by {cost / every:.0%}"
+    means += f"every {every:,} slows the steps down by {cost / every:.0%}, and another fault strikes in "
+    means += f"{every / (2 * between_faults):.0%} of the repeats"
+    if more > every:
+        means += f" (every {more:,}: {cost / more:.0%} and {more / (2 * between_faults):.0%})"
     return Row("ok", means)
 
 

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from multienv.cli.checks import Conclusion, Patient, Row, Verdict, examine, options_for
@@ -76,16 +75,15 @@ def doctor(
 
 def _show(console: Console, row: Row) -> None:
     mark, style = _MARKS[row.verdict]
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=1)
-    grid.add_column(width=_NAME_WIDTH)
-    grid.add_column(overflow="fold")
-    grid.add_row(Text(mark, style), row.name, row.meaning)
-    if row.advice:
-        grid.add_row("", "", Text(f"→ {row.advice}", "dim"))
-    console.print(grid)
-    for line in row.detail.splitlines():
-        console.print(Text(f"    {line}", "dim"), soft_wrap=True)
+    head = Text.assemble((mark, style), f" {row.name:{_NAME_WIDTH}} ")
+    width = max(_NAME_WIDTH, console.width - len(head))
+    for text in filter(None, (Text(row.meaning), Text(row.advice and f"→ {row.advice}", "dim"))):
+        for line in text.wrap(console, width, overflow="fold"):
+            line.rstrip()
+            console.print(head + line, soft_wrap=True)
+            head = Text(" " * len(head))
+    for detail in row.detail.splitlines():
+        console.print(Text(f"    {detail}", "dim"), soft_wrap=True)
 
 
 def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient) -> None:
@@ -97,7 +95,9 @@ def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient
         cost = "is recovered, and costs time" if verdict == "recoverable" else "costs time, and may end an episode"
         console.print(f"The env itself {patient.own_faults} during the examination; each loss {cost}.", style="yellow")
     if verdict == "recoverable":
-        console.print("Recoverable: your training loop does not notice a lost worker. Use", style="green")
+        provided = ", if the env begins anew at each reset, which is not known" if patient.may_remember else ""
+        conclusion = f"Recoverable{provided}: your training loop does not notice a lost worker. Use"
+        console.print(conclusion, style="yellow" if provided else "green", soft_wrap=True)
     elif verdict == "unknown":
         console.print("Not known to be recoverable: expect that a lost worker ends its episode.", style="yellow")
     else:

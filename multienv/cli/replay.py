@@ -136,6 +136,12 @@ def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any]
         say("The fault did not happen again: the env was built.", came_again=False)
         return
     run.build()
+    if run.length:
+        text = (
+            f"Running the {run.length:,} requests that came before. If this process ends here, a fault has struck by "
+        )
+        say(f"{text}chance: run it again.", before=run.length)
+        sys.stdout.flush()
     with Console(stderr=True).status(f"running {run.length} requests ..."):
         differences = run.run()
     known = {"requests": run.length, "differences": differences}

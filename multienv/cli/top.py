@@ -22,7 +22,7 @@ from multienv.reports import store
 from multienv.reports.read import summary_of
 
 _STYLES = {"building": "cyan", "replaying": "yellow", "busy": "green", "idle": ""}
-_COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "per step", "in env", "steps/s", "RSS", "lost")
+_COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "per step", "in env", "steps/s", "RSS", "restarts")
 _LOSSES_SHOWN = 5
 
 
@@ -95,7 +95,7 @@ def _drawn(document: dict[str, Any]) -> Group:
         text.append(f"{loss_line(loss)}\n")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in _COLUMNS[:3] else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in _COLUMNS[:3] else "right", no_wrap=name != "state")
     for row in rows:
         what = " of ".join(filter(None, (row["request"], row["env"])))
         table.add_row(

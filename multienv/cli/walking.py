@@ -24,6 +24,7 @@ class Walk:
         seen: Name of each reset and step (``"step 7"``), and what it returned, without its info.
         steps: Number of steps taken.
         ends: Number of steps that had been taken at the end of each episode.
+        ended: Number of episodes that ended by themselves.
         seconds: Time of all resets and steps.
         slowest_reset, slowest_step: Seconds.
     """
@@ -31,6 +32,7 @@ class Walk:
     seen: list[tuple[str, Any]] = field(default_factory=list)
     steps: int = 0
     ends: list[int] = field(default_factory=list)
+    ended: int = 0
     seconds: float = 0.0
     slowest_reset: float = 0.0
     slowest_step: float = 0.0
@@ -53,6 +55,7 @@ def walk(
     *,
     seconds: float = float("inf"),
     longest: float = float("inf"),
+    cut_from: float = 0,
     before_step: Callable[[int], object] = lambda step: None,
     found: Walk | None = None,
 ) -> Walk:
@@ -63,6 +66,7 @@ def walk(
         steps: Largest number of steps.
         seconds: The walk ends after this time, but not before the first step.
         longest: Number of steps after which an episode is ended by a reset.
+        cut_from: Before so many steps of the walk, no episode is ended so.
         before_step: Called with the number of each step, from 0.
         found: The record to fill, for a caller that wants it even if the walk ends with an error.
     """
@@ -88,7 +92,9 @@ def walk(
         found.seconds += took
         found.steps += 1
         found.seen.append((f"step {found.steps}", copy.deepcopy(transition)))
-        if transition[2] or transition[3] or found.steps - (found.ends or [0])[-1] >= longest:
+        has_ended = bool(transition[2] or transition[3])
+        found.ended += has_ended
+        if has_ended or (found.steps - (found.ends or [0])[-1] >= longest and found.steps >= cut_from):
             found.ends.append(found.steps)
             reset(f"the reset after step {found.steps}")
     return found

@@ -15,6 +15,7 @@ from typing import Any
 
 from multienv.errors import UsageError
 from multienv.reports.crash import FORMAT, VERSION, Report
+from multienv.reports.store import KEPT, VARIABLE
 
 
 def summary_of(path: Path) -> dict[str, Any] | None:
@@ -78,6 +79,11 @@ def _read(path: Path, *, must_be_own: bool) -> bytes:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             data = file.read()
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{path} is not there. Only the newest {KEPT} reports of a directory are kept: give each run its "
+            f"own directory, by the option reports or {VARIABLE}."
+        ) from error
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
     why = advice = ""

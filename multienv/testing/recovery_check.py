@@ -28,6 +28,7 @@ class RecoveryCheck:
         asked: Number of kills that you asked for.
         kills: Number of kills that were delivered.
         steps: Env steps that were compared with undisturbed envs.
+        episodes: Number of episodes that ended by themselves in these steps. 0: no later reset was compared.
         losses: Number of workers that were lost. A signal may hit a worker that is dead or stopped already.
         exact: Number of losses after which the episode went on from a snapshot, or from all that happened since the env
             was built.
@@ -44,6 +45,7 @@ class RecoveryCheck:
     asked: int
     kills: int = 0
     steps: int = 0
+    episodes: int = 0
     losses: int = 0
     exact: int = 0
     replayed: int = 0
@@ -158,6 +160,7 @@ def check_env_recovers(
             check,
             kills=check.kills + killer.delivered,
             steps=check.steps + (step - began) * num_envs,
+            episodes=check.episodes + pair.ended,
             losses=check.losses + sum(one.losses for one in told),
             exact=check.exact + sum(one.exact_recoveries for one in told),
             replayed=check.replayed + sum(one.replayed_recoveries for one in told),

@@ -44,12 +44,14 @@ class SideBySide:
 
     Attributes:
         mismatch: What differed; ``""``: nothing.
+        ended: Number of episodes that have ended by themselves.
         reasons: Why episodes were ended, or errors raised, because of a loss; also a loss of an undisturbed env.
     """
 
     def __init__(self, struck: Sequence[Any], calm: Sequence[Any], seed: int) -> None:
         self.mismatch = ""
         self.reasons: list[str] = []
+        self.ended = 0
         with contextlib.ExitStack() as stack:
             self._calm: MultiEnv = stack.enter_context(MultiEnv(calm))
             self._struck: MultiEnv = stack.enter_context(MultiEnv(struck))
@@ -83,6 +85,7 @@ class SideBySide:
             if self.reasons:
                 return
             expected = self._calm.step(actions)
+            self.ended += sum(bool(over or cut) for over, cut in zip(expected[2], expected[3], strict=True))
         except EnvsFailedError as failed:
             lost = [error for error in failed.failures.values() if isinstance(error, WorkerLostError)]
             if len(lost) < len(failed.failures):

@@ -162,6 +162,22 @@ class Frames(CounterEnv):
         return [frame] if self.kind == "list" else frame
 
 
+class Curriculum(CounterEnv):
+    """Shows how many episodes of 150 steps have ended."""
+
+    def __init__(self) -> None:
+        super().__init__(horizon=150, count_episodes=False)
+        self.level = 0
+
+    def step(self, action: Any) -> Any:
+        result = super().step(action)
+        self.level += bool(result[2] or result[3])
+        return result
+
+    def _next_draw(self) -> float:
+        return super()._next_draw() + self.level
+
+
 class Forked(CounterEnv):
     """Shows whether it has been copied by a fork. Its episode has no end: no reset is there to be replayed from."""
 
@@ -191,6 +207,7 @@ slow = functools.partial(SlowEnv, step_seconds=0.002, count_episodes=False)
 # After the longest walk of a check, and before the end of the 13 episodes of 20 steps that even a slow machine takes.
 crashes_late = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=250), horizon=30)
 raising = functools.partial(FaultyEnv, fault=Fault("raise", "reset"))
+endless = functools.partial(CounterEnv, horizon=None, count_episodes=False)
 from_process = functools.partial(GlobalRandomEnv, count_episodes=False)
 no_env = functools.partial(dict, a=1)
 

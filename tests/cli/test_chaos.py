@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,12 +42,19 @@ def test_a_deterministic_env(reports: Path) -> None:
     few = ("Counter-v0", "--kills", "8", "--num-envs", "3", "--pause", "0.03")
     result = chaos(*few, "--snapshot-every", "5")
     assert result.exit_code == 0, result.output
+    assert re.search(r"Counter-v0: \d+ steps and [1-9]\d* ends of episodes compared with", result.output)
     assert row(result, "mismatches") == "0"
     assert row(result, "episodes not recovered") == "0"
     assert int(row(result, "recovered by: snapshot")) > 0
     assert int(row(chaos(*few, "--no-snapshots"), "recovered by: journal")) > 0
     assert int(row(result, "lost: was killed by SIGKILL")) > 0
     assert not list(reports.iterdir())  # they would push out those of real losses
+
+
+def test_it_is_said_if_no_episode_ended() -> None:
+    result = chaos(f"{ODD_ENVS}:endless", "--kills", "2", "--num-envs", "1")
+    assert result.exit_code == 0, result.output
+    assert " steps and no end of an episode compared with " in " ".join(result.output.split())
 
 
 def test_an_env_that_cannot_be_made() -> None:

@@ -55,6 +55,7 @@ def test_a_sound_env_is_recoverable_and_the_line_of_code_works() -> None:
     assert [line[2:14].strip() for line in done.stdout.splitlines() if line[:1] == "✓"] == CHECKS
     assert re.search(r"✓ forks +a killed worker is recovered exactly from its snapshot, in \d", done.stdout)
     assert re.search(r"✓ replays +a new process repeats 1\d\d requests exactly", done.stdout)
+    assert not re.search(r" $", done.stdout, re.MULTILINE)
     assert re.search(r"✓ hangs +a hung worker is recovered exactly, \d", done.stdout)
     assert re.search(
         r"✓ begins anew \d+ episodes of at most \d+ steps are the same, though \d of them begin", done.stdout
@@ -216,9 +217,13 @@ def test_snapshots_of_a_large_process_are_recommended_rarely(tmp_path: Path) -> 
     """A fork of 300 MiB takes as long as hundreds of these steps."""
     told = doomed(tmp_path, first=3, times=1, ballast=300)
     every = re.search(r"snapshot_every=([\d_]+)", told["code"])
+    means = told["rows"]["snapshots"]["meaning"]
+    between_faults = re.search(r"about once in ([\d,]+): ", means)
     assert every is not None
-    assert int(every[1]) >= 100
-    assert f"one every {int(every[1]):,} is best" in told["rows"]["snapshots"]["meaning"]
+    assert between_faults is not None
+    assert 50 <= int(every[1]) <= int(between_faults[1].replace(",", "")) / 10
+    assert f": one every {int(every[1]):,} slows the steps down by " in means
+    assert re.search(r", and another fault strikes in [2-5]% of the repeats( \(every [\d,]+: \d+% and \d+%\))?$", means)
 
 
 # --- imports --------------------------------------------------------------------------------------
@@ -343,6 +348,34 @@ def test_an_env_that_is_too_slow_for_several_episodes_is_not_known_to_begin_anew
     _, _, rows = examined(monkeypatch, "CartPole-v1", checks.begins_anew)
     assert rows["begins anew"]["verdict"] == "note"
     assert rows["begins anew"]["meaning"] == "not known: only 0 episodes of at most 20 steps fit into 0.0 s"
+
+
+def test_a_memory_that_only_the_end_of_an_episode_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, rows = examined(monkeypatch, f"{ODD_ENVS}:Curriculum", checks.begins_anew)
+    assert rows["begins anew"]["meaning"].startswith("the env carries memory across resets: ")
+
+
+def test_an_env_of_which_no_episode_ended_is_not_known_to_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.steps, checks.begins_anew, checks.forks])
+    result, _ = run("doctor", f"{ODD_ENVS}:endless")
+    words = " ".join(result.stdout.split())
+    assert result.exit_code == 0
+    assert re.search(
+        r"! begins anew \d+ episodes, each cut off after at most \d+ steps, are the same, though \d+ of them begin in a "
+        r"new process; what an end of an episode changes was not seen",
+        words,
+    )
+    assert "Recoverable, if the env begins anew at each reset, which is not known: your training loop" in words
+
+
+def test_episodes_that_the_env_itself_cuts_short_by_chance_are_walked_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_ANEW_LEAST", 9)  # its crash comes in its sixth episode
+    arguments = {"directory": str(tmp_path), "first": 4, "times": 2}
+    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:Doomed", checks.repeats, checks.begins_anew, **arguments)
+    assert rows["begins anew"]["verdict"] == "ok"
+    assert told["own_faults"]["crashed"] == 2
 
 
 @pytest.mark.parametrize(

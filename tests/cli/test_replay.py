@@ -173,6 +173,11 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
     result = run_process("replay", info["multienv"]["report"], "--pdb", stdin=commands)
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "('counted', 3, 3)" in result.stdout
+    assert re.search(
+        r"^Running the \d+ requests that came before\. If this process ends here, a fault has struck by chance: run it again\.$",
+        result.stdout,
+        re.MULTILINE,
+    )
     # From the construction, or from a reset: those where a replay can begin are chosen by the time that envs take.
     assert re.search(r"All \d+ answers match the recorded ones\.", result.stdout)
     assert "Now the fatal request: step(3), after 3 steps of its episode, last seed 4" in result.stdout
@@ -261,7 +266,7 @@ def test_a_named_env_takes_the_place_of_the_reports_own(reports: Path, module: A
         assert result.exit_code == 0, result.output
         told = [json.loads(line) for line in result.stdout.splitlines()]
         assert told[0]["report"] == str(report)
-        assert told[1] == {"requests": 22, "differences": []}  # two episodes have ended
+        assert told[1:3] == [{"before": 22}, {"requests": 22, "differences": []}]  # two episodes have ended
         assert told[-1]["came_again"] is False
         other = replay(report, "--env", "mine:CounterEnv", "--env-kwargs", '{"horizon": 9}', path=where)
         assert (
@@ -368,6 +373,9 @@ def test_what_is_broken_or_foreign_is_said_to_be_so(cartpole_report: Path, tmp_p
         damage(copy)
         with pytest.raises(UsageError, match=re.escape(str(copy.with_suffix("")))):
             load(copy)
+    assert "no json.json is not there. Only the newest 100 reports of a directory are kept: give each run its own" in (
+        replay(tmp_path / "no json.json").stderr
+    )
     result = replay(tmp_path / "foreign.json")
     assert result.exit_code == 2
     assert "foreign.json is not a report of multienv" in result.stderr

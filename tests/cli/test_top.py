@@ -100,8 +100,13 @@ def test_a_killed_worker_comes_back_with_its_loss_in_the_table(trainer: Trainer)
     lines = top(trainer.pid, "--once", "--every", "0.1").output.splitlines()
     assert re.search(r" ago  exact      process of envs 0–1 was killed by SIGKILL ", lines[3])
     head, *rows = lines[-3:]
-    assert head.endswith("  RSS lost")
+    assert head.endswith("  RSS restarts")
     assert [len(row) for row in rows] == 2 * [len(head)], "nothing is cut off"
+    narrow = (
+        CliRunner().invoke(app, ["top", str(trainer.pid), "--once", "--every", "0.1"], env={"COLUMNS": "80"}).output
+    )
+    assert " per step in env steps/s " in narrow
+    assert re.search(r" restarts *$", narrow, re.MULTILINE)
     again = table_where(trainer.pid, lambda seen: all(row["step_seconds"] for row in seen["workers"]))
     assert again["workers"][0]["pid"] == row["pid"]
 
