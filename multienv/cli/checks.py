@@ -73,9 +73,8 @@ _TIMES_THE_SLOWEST, _LEAST_DEADLINE = 10.0, 1.0
 _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 # About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
-# A snapshot is measured in so many blocks of so many steps. So many steps or more are recommended between two of them,
-# and at most this part of the steps between two faults.
-_BLOCKS, _BLOCK, _LEAST_EVERY, _PART_OF_FAULTS = 9, 5, 20, 0.1
+# A snapshot is measured in so many blocks of so many steps. So many steps or more are recommended between two of them.
+_BLOCKS, _BLOCK, _LEAST_EVERY = 9, 5, 20
 # Imports that take so many seconds, and this part of a start, are worth a preload, of packages that take this part of
 # the imports.
 _LONG_IMPORTS, _PART_OF_START, _PART_OF_IMPORTS = 1.0, 0.5, 0.1
@@ -739,7 +738,7 @@ def snapshots(patient: Patient) -> Row | None:
 
     With n steps between two snapshots, and F between two faults, each step costs 1/n of a snapshot, and n / (2 F) steps
     that are repeated. Both together cost the least if n² is 2 F times the steps that fit into the time of a snapshot.
-    But n is at most F / 10: in a repeat of many steps another fault strikes, and the recovery may not be exact.
+    A fault that strikes in a repeat costs time: the next copy is woken.
     """
     if not patient.own_faults or patient.obstacle or "differs" in patient.ways.values():
         return None
@@ -751,16 +750,10 @@ def snapshots(patient: Patient) -> Row | None:
         return None
     cost = max(0.0, with_each / without - 1) * _BLOCK  # in steps
     between_faults = patient.steps / (patient.crashed + patient.hung)
-    cheapest = math.sqrt(2 * between_faults * cost)
-    every, more = (
-        _rounded_down(max(_LEAST_EVERY, steps)) for steps in (min(cheapest, _PART_OF_FAULTS * between_faults), cheapest)
-    )
-    patient.snapshot_every = every
+    cheapest = min(math.sqrt(2 * between_faults * cost), between_faults)
+    patient.snapshot_every = every = _rounded_down(max(_LEAST_EVERY, cheapest))
     means = f"each takes as long as {cost:.0f} steps. A crash or hang comes about once in {between_faults:,.0f}: one "
-    means += f"every {every:,} slows the steps down by {cost / every:.0%}, and another fault strikes in "
-    means += f"{every / (2 * between_faults):.0%} of the repeats"
-    if more > every:
-        means += f" (every {more:,}: {cost / more:.0%} and {more / (2 * between_faults):.0%})"
+    means += f"every {every:,} is best, and slows the steps down by {cost / every:.0%}"
     return Row("ok", means)
 
 

@@ -221,9 +221,8 @@ def test_snapshots_of_a_large_process_are_recommended_rarely(tmp_path: Path) -> 
     between_faults = re.search(r"about once in ([\d,]+): ", means)
     assert every is not None
     assert between_faults is not None
-    assert 50 <= int(every[1]) <= int(between_faults[1].replace(",", "")) / 10
-    assert f": one every {int(every[1]):,} slows the steps down by " in means
-    assert re.search(r", and another fault strikes in [2-5]% of the repeats( \(every [\d,]+: \d+% and \d+%\))?$", means)
+    assert 50 <= int(every[1]) <= int(between_faults[1].replace(",", ""))
+    assert f": one every {int(every[1]):,} is best, and slows the steps down by " in means
 
 
 # --- imports --------------------------------------------------------------------------------------
