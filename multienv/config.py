@@ -168,7 +168,8 @@ class RestartPolicy(Named):
         accept: Which recoveries are taken, if the action is ``"replay"``. ``"exact"``: only those that go on from a
             forked copy of the lost process, or repeat all that happened since the env was built; an episode that can
             only be repeated from a reset is truncated. ``"replayed"``: those from a reset too, if at least one whole
-            episode compares equal. The same holds for ``restore()``, ``load_state_dict()`` and replacements by plan.
+            episode compares equal. The same holds for ``restore()``, ``load_state_dict()`` and replacements by plan:
+            ``"exact"`` takes new envs between two episodes only if ``recycle_after_episodes`` is given too.
         max_restarts: Restarts of a worker allowed within ``window``; one more raises
             :class:`~multienv.errors.RestartBudgetExceeded`.
         window: Length of the window, in seconds.

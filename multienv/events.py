@@ -102,7 +102,7 @@ class Recycled:
             ``"exact"`` or ``"replayed"``: the same episodes go on; see :class:`Recovery` for the difference.
             ``"put off"``: the episodes could not be replayed, or the envs could not be built beside the old ones. The
             old process goes on until some more episodes have ended.
-        reason: Why the outcome is not exact, or ``""``.
+        reason: Why the outcome is not exact, or what a ``"reset"`` is known to have lost; or ``""``.
         replayed: Number of requests that were run again; counted as in :class:`Recovery`.
         seconds: Seconds that the replacement took.
     """

@@ -15,7 +15,7 @@ class MemoryAcrossResets:
     """
 
     def __init__(self) -> None:
-        self.has_shown = False
+        self.has_shown = self._is_loss_logged = False
 
     @property
     def reservation(self) -> str:
@@ -37,9 +37,30 @@ class MemoryAcrossResets:
         logger.warning(
             "%s carries memory across resets, or draws random numbers that multienv does not know: a replay from a "
             "reset came out otherwise (%s). From now on a replay begins at the construction where it can, and planned "
-            "replacements wait for a reset of all envs of a worker. "
+            "replacements wait for a reset of all envs of a worker, which then lose that memory. "
             "To have only recoveries that are shown to be exact, give RestartPolicy(accept='exact'). "
             "`multienv doctor` examines the env.",
             env,
             what,
         )
+
+    def note_loss(self, env: str, why: str) -> str:
+        """Note that new envs have replaced old ones; return what is lost, and log a warning the first time.
+
+        Args:
+            env: Names the env.
+            why: The limit that was reached, in words.
+        """
+        if not self.has_shown:
+            return ""
+        if not self._is_loss_logged:
+            self._is_loss_logged = True
+            logger.warning(
+                "%s: its process is replaced, %s, by one with new envs. What the env remembers from earlier episodes "
+                "(a curriculum, statistics) is lost, now and at each such replacement of an env of this batch. To keep "
+                "it, raise the limit (max_rss, recycle_…), give RestartPolicy(accept='exact'), or give the env what it "
+                "needs in the options of reset().",
+                env,
+                why,
+            )
+        return "What the env remembered from earlier episodes is lost."

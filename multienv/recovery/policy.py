@@ -20,6 +20,7 @@ class RecoveryProgress:
         log_at: When the log next says that it is still running, seconds of the clock.
         until: When it is given up; ``None``: never.
         planned: A replacement by plan: no process was lost, and nothing is charged to the budget.
+        is_optional: The old process still runs, and goes on if this fails: a replay is tried once, and not for long.
         begins_at: When it may begin, seconds of the clock; ``None``: it is not charged yet.
         attempts: Processes that were started or woken for it.
         replayed: Requests that were replayed in them.
@@ -34,6 +35,7 @@ class RecoveryProgress:
     log_at: float
     until: float | None
     planned: bool = False
+    is_optional: bool = False
     begins_at: float | None = None
     attempts: int = 0
     replayed: int = 0

@@ -610,6 +610,8 @@ class Recoverer:
         if not (plan.entries or plan.calls):
             return {}
         self._check_time(progress)
+        if progress.is_optional:
+            until = min(progress.until or math.inf, time.monotonic() + self._policy.replay_limit)
         message, codec = plan.message, self.codec
         progress.doing = f"replaying {plan.requests} requests"
         answered = self.ask(channel, message, until, self._limits_of(plan), progress)
@@ -646,7 +648,13 @@ class Recoverer:
 
         If a shorter replay is left to try (not ``is_last``), deaths at all requests count together: an env that crashes
         at random will hardly come to the end of a long one.
+
+        Raises:
+            Unrecoverable: It was a replay that is tried once.
         """
+        if progress.is_optional and request != _BUILDING:
+            hung = f"hung, or took longer than RestartPolicy.replay_limit ({self._policy.replay_limit:g} s)"
+            raise Unrecoverable(f"its replay {hung if gone.cause == 'hung' else 'ended the new process'}")
         outside = (request == _BUILDING or gone.fate.code in (None, -9)) and gone.cause != "hung"
         progress.deaths[request, outside] += 1
         deaths = progress.deaths[request, outside]

@@ -21,6 +21,11 @@ from multienv.wire.messages import Build, GetGenerators
 
 logger = logging.getLogger("multienv")
 
+_ADVICE = (
+    ". RestartPolicy(accept='exact') takes no new envs, which would not remember earlier episodes. Raise the limit, or "
+    "if the env needs no such memory, give accept='replayed' or recycle_after_episodes"
+)
+
 
 class Replacement(NamedTuple):
     """Holds the outcome of a replacement by plan.
@@ -50,7 +55,9 @@ def _can_replay(position: Position, anew: frozenset[int]) -> bool:
     return not journal.memory.has_shown and any(plan.missing.keys() <= anew for plan in journal.plans(near=True))
 
 
-def _replaced(recoverer: Recoverer, position: Position, generators: Mapping[int, bytes]) -> Replacement:
+def _replaced(
+    recoverer: Recoverer, position: Position, generators: Mapping[int, bytes], *, is_optional: bool
+) -> Replacement:
     """Move envs that are not lost to a new process.
 
     Args:
@@ -58,8 +65,10 @@ def _replaced(recoverer: Recoverer, position: Position, generators: Mapping[int,
         position: Where the envs stand.
         generators: Slot → state of its random generators, of envs that are to be new ones because they are between two
             episodes. The others are replayed.
+        is_optional: The old process still runs.
     """
     progress, journal, memory = recoverer.begin(planned=True), position.journal, position.journal.memory
+    progress.is_optional = is_optional
     is_anew = len(generators) == journal.slots
     if memory.has_shown and not is_anew:
         return Replacement(progress, memory.reservation)
@@ -103,13 +112,14 @@ class Replacer:
         """Replace the process if that is due; ``resetting``: the next request resets all envs."""
         worker = self._supervisor
         maintenance, is_ready = worker.maintenance, worker.state.process is Process.READY
-        if is_ready and (maintenance.recycling_due or maintenance.spoilt):
-            self._replace(resetting=resetting)
+        is_anew = worker.may_begin_anew(resetting=resetting)
+        if is_ready and (maintenance.spoilt or (maintenance.recycling_due and (maintenance.is_due or is_anew))):
+            self._replace(is_anew=is_anew)
         maintenance.is_due = False
 
     @interrupts.shielded
-    def _replace(self, *, resetting: bool) -> None:
-        """Replace the process: with new envs between two episodes, else if they can be replayed.
+    def _replace(self, *, is_anew: bool) -> None:
+        """Replace the process: with new envs if ``is_anew``, else if they can be replayed.
 
         Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
         the new one is built beside it. If the envs cannot be built there, the old process ends first from then
@@ -118,7 +128,7 @@ class Replacer:
         worker = self._supervisor
         maintenance, reporter, position = worker.maintenance, worker.reporter, worker.position
         slots = range(worker.rules.slots)
-        anew = tuple(slots) if resetting or worker.is_between_episodes() else tuple(sorted(maintenance.spoilt))
+        anew = tuple(slots) if is_anew else tuple(sorted(maintenance.spoilt))
         why = maintenance.recycling_due or "after a reset that ended process after process"
         ends_first = len(anew) == len(slots) or (maintenance.ends_first and _can_replay(position, frozenset(anew)))
         try:
@@ -135,7 +145,7 @@ class Replacer:
             worker.stand_lost()  # from here on an exception leaves it so
             limit = worker.deadlines.close
             worker.ask_to_end(worker.channel, limit, time.monotonic() + limit, keep_memory=True)
-        replacement = _replaced(worker.recoverer, position, generators)
+        replacement = _replaced(worker.recoverer, position, generators, is_optional=not ends_first)
         process, progress, reason = replacement.channel, replacement.progress, replacement.reason
         worker.refuse_if_closed("step", process)
         if process is None:
@@ -144,14 +154,17 @@ class Replacer:
             sometimes("a replacement by plan is put off", not ends_first)
             if ends_first:
                 self.why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
-            reporter.recycling(why, "put off", reason, progress)
+            advice = "" if worker.takes_new_envs else _ADVICE
+            reporter.recycling(why, "put off", f"{reason}{advice}", progress)
             return
         sometimes("a process is replaced by plan")
         worker.move_into(replacement)
         worker.stand(before)
         outcome: Any = "exact" if progress.is_exact else "replayed"
-        outcome = "reset" if replacement.plan is None else outcome
-        reason = position.journal.memory.reservation if outcome == "replayed" else ""
+        memory = position.journal.memory
+        reason = memory.reservation if outcome == "replayed" else ""
+        if replacement.plan is None:
+            outcome, reason = "reset", memory.note_loss(reporter.name, why)
         reporter.recycling(why, outcome, reason, progress)
 
     def note_spoilt(self, skipped: Iterable[tuple[int, str]]) -> None:

@@ -1130,8 +1130,18 @@ class Supervisor:
                 limit, longest = self.policy.journal_limit * journal.slots, self.policy.replay_limit * journal.slots
                 forks = self._forks and not words[OBSTACLE]
                 journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
-            self.maintenance.look(channel, (lambda: True) if resetting else self.is_between_episodes)
+            self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
             self.pending.learn(self.position.steps, self.position.episodes)
+
+    @property
+    def takes_new_envs(self) -> bool:
+        """Whether the policy takes new envs between two episodes, which remember nothing."""
+        policy = self.policy
+        return policy.accept != "exact" or policy.recycle_after_episodes is not None or not policy.replays
+
+    def may_begin_anew(self, *, resetting: bool) -> bool:
+        """Tell whether new envs may replace all; ``resetting``: the next request resets all."""
+        return self.takes_new_envs and (resetting or self.is_between_episodes())
 
     def is_between_episodes(self) -> bool:
         """Tell whether the episodes of all envs have ended, and none has begun since."""

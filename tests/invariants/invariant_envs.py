@@ -128,6 +128,22 @@ class HangsInLongReplays(CounterEnv):
         return super().step(action)
 
 
+class FailsInNewProcesses(CounterEnv):
+    """Ends, or hangs, in the first step in each process but the first one."""
+
+    def __init__(self, directory: Path, *, hangs: bool) -> None:
+        super().__init__(horizon=40, count_episodes=False)
+        self.dies, self.hangs = (directory / "built").exists(), hangs
+        (directory / "built").touch()
+
+    def step(self, action: Any) -> Any:
+        if self.dies and self.hangs:
+            time.sleep(3600)
+        elif self.dies:
+            os._exit(3)
+        return super().step(action)
+
+
 class CrashesLater(CounterEnv):
     """Ends each process but the first one in another of its steps: the 25th, the 27th, the 29th, ..."""
 

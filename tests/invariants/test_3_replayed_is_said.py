@@ -258,3 +258,45 @@ def test_recycling_of_an_env_with_a_memory_waits_for_a_reset(dear: None, caplog:
     before = len(play.outcomes(Recycled))
     play.walk(300).close()
     assert set(play.outcomes(Recycled)[before:]) == {"put off", "reset"}
+
+
+def test_a_memory_that_recycling_loses_between_two_episodes_is_told_once_for_a_batch(dear: None, caplog: Any) -> None:
+    events: list[Any] = []
+    options: dict[str, Any] = {"restart": RestartPolicy(recycle_after_steps=64, **NO_SNAPSHOTS)}
+    with Face(
+        "vector_env", [partial(MemoryEnv, 20, 50)] * 2, "NEXT_STEP", envs_per_worker=1, hooks=[events.append], **options
+    ) as face:
+        face.reset(seed=1)
+        for _ in range(1000):
+            face.step([0, 0])
+    resets = [event for event in events if isinstance(event, Recycled) and event.outcome == "reset"]
+    told = [one for one in resets if one.reason]
+    assert told == resets[-len(told) :], "from the first replay that differs on"
+    assert {one.env_index for one in told} == {0, 1}
+    assert {one.reason for one in told} == {"What the env remembered from earlier episodes is lost."}
+    warnings = [one for one in caplog.records if "accept='exact'" in one.getMessage() and "is lost" in one.getMessage()]
+    assert [one.levelno for one in warnings] == [logging.WARNING]
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_recycling_never_loses_a_memory_if_exact_recoveries_alone_are_accepted(
+    is_short: bool, dear: None, caplog: Any
+) -> None:
+    """If the construction lies too far back, the process goes on."""
+    limits: dict[str, Any] = {"journal_limit": 3000} if is_short else {}
+    restart = RestartPolicy(accept="exact", recycle_after_steps=70, **limits, **NO_SNAPSHOTS)
+    play = Play(partial(MemoryEnv, 20), restart=restart).walk(600).close()
+    assert play.differs is None
+    outcomes = play.outcomes(Recycled)
+    if is_short:
+        assert set(outcomes) == {"put off"}
+        assert len(outcomes) <= 7, "each time after twice as many episodes"
+        assert "recycle_after_episodes" in caplog.text
+    else:
+        assert set(outcomes) == {"exact"}
+
+
+def test_new_envs_after_some_episodes_are_had_whichever_recoveries_are_accepted(dear: None) -> None:
+    restart = RestartPolicy(accept="exact", recycle_after_episodes=10, **NO_SNAPSHOTS)
+    play = Play(MemoryEnv, restart=restart).walk(120).close()
+    assert set(play.outcomes(Recycled)) == {"reset"}

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from invariant_envs import CrashesLater, HangsInLongReplays, Leaking
+from invariant_envs import CrashesLater, FailsInNewProcesses, HangsInLongReplays, Leaking
 
 from kit import CounterEnv, NondeterministicEnv, SlowEnv, kill_worker
 from kit.replays import prefer_resets
@@ -94,6 +94,25 @@ def test_a_leak_in_a_batch_is_bounded_by_max_rss_and_leaves_no_trace(mode: str) 
     assert {one.outcome for one in replaced} <= {"exact", "replayed"}
     # 64 steps may pass between two looks at it.
     assert max(sizes) < limit + 64 * 3 * MIB + 50 * MIB
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_replacement_by_plan_whose_replay_fails_is_put_off_at_once(hangs: bool, brief: None, tmp_path: Path) -> None:
+    """The process that is to be replaced is well: the run waits for one replay, which has no other deadline."""
+    events: list[Any] = []
+    limits: dict[str, Any] = {"replay_limit": 0.3} if hangs else {"poison_after": 1000}
+    policy = RestartPolicy(snapshots=False, recycle_after_steps=60, **limits)
+    env_fn = partial(FailsInNewProcesses, tmp_path, hangs=hangs)
+    with SubprocessEnv(env_fn, restart=policy, hooks=[events.append]) as env:
+        env.reset(seed=5)
+        for step in range(79):
+            assert env.step(step % 4)[0][0] == step % 40 + 1
+            if step == 39:
+                env.reset()
+        assert env.statistics().losses == 0
+    assert [(type(one), one.outcome) for one in events] == [(Recycled, "put off")]
+    assert events[0].seconds < 60
+    assert ("replay_limit" in events[0].reason) == hangs
 
 
 def test_what_came_before_a_replacement_is_not_replayed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,6 +382,22 @@ MUTANTS = [
         REPLAYED,
     ),
     Mutant(
+        "A replacement by plan takes new envs, whichever recoveries are accepted.",
+        3,
+        "recovery/supervisor.py",
+        "        return self.takes_new_envs and (resetting or self.is_between_episodes())\n",
+        "        return resetting or self.is_between_episodes()\n",
+        REPLAYED,
+    ),
+    Mutant(
+        "A memory that new envs do not have is lost in silence.",
+        3,
+        "recovery/memory.py",
+        "        if not self._is_loss_logged:\n",
+        "        if False:\n",
+        REPLAYED,
+    ),
+    Mutant(
         "A replay from the construction leaves out what an env did before its first reset that did not raise.",
         2,
         "recovery/journal.py",
