@@ -75,6 +75,7 @@ class Model(RuleBasedStateMachine):
         assert self.journal.kept_calls() == tuple(payloads)
         self.journal.begin(self.number, payloads)
         self.calls = [Asked(self.number, payload) for payload in payloads]
+        self.all_calls = list(self.calls)  # those too that trim() has let go
         self.asked: list[Asked] = []
         self.starts: list[list[Start]] = [[] for _ in range(SLOTS)]
         self.ended = [0] * SLOTS
@@ -112,6 +113,7 @@ class Model(RuleBasedStateMachine):
         self.repeat(lambda: self.journal.log(number, entry, payload), cuts)
         self.asked.append(Asked(number, entry))
         self.calls += [Asked(number, payload)] * bool(payload)
+        self.all_calls += [Asked(number, payload)] * bool(payload)
         self.repeat(lambda: self.journal.note_ends(sorted(ended), number), cuts)
         for slot in ended:
             self.ended[slot] = number
@@ -261,7 +263,7 @@ class Model(RuleBasedStateMachine):
             assert slot in plan.missing or not before
         assert not plan.begun.keys() & {*plan.missing}
         assert len(plan.missing) < SLOTS
-        kept = self.calls[len(self.calls) - len(self.journal.kept_calls()) :]
+        kept = self.all_calls[len(self.all_calls) - len(self.journal.kept_calls()) :]  # trim() may be interrupted
         front = replayed[0].number if replayed else self.number + 1
         assert plan.calls == tuple(one.data for one in kept if one.number < front)
 
