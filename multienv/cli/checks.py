@@ -691,6 +691,9 @@ def leaks(patient: Patient) -> Row:
     advice += " max_rss counts a worker: all its envs together." if "max_rss" in advice else ""
     if patient.remembers:
         advice += " What this env remembers across resets is lost with its process: later episodes may differ."
+    if patient.ways.get("journal") == "strayed":
+        advice += " But with accept='exact' a process is seldom replaced, so that this env forgets nothing: leave that"
+        advice += " out if its memory grows too much."
     return Row("note", f"each episode leaks: {', '.join(found)}", advice)
 
 
