@@ -81,12 +81,14 @@ def _drawn(document: dict[str, Any]) -> Group:
     waited_for, reports, rows = document["waited_for"], document["reports"], document["workers"]
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"trainer {document['trainer']['pid']}: ", "bold").append(f"{document['trainer']['command']}\n")
-    if waited_for is not None:
+    if 2 * sum(row["awaited"] >= 0.5 for row in rows) > len(rows) > 1:
+        text.append("The trainer waits for most of its workers.\n")
+    elif waited_for is not None:
         long = f", same request for {_seconds(waited_for)}" if waited_for["seconds"] >= 1.0 else ""
         text.append(
             f"The trainer waits for {waited_for['name']} ({waited_for['awaited']:.0%} of the time){long}.\n", "yellow"
         )
-    elif all(row["busy"] < 0.1 for row in rows):
+    elif sum(row["busy"] for row in rows) < 0.5 * len(rows):
         text.append("The workers wait for the trainer.\n")
     else:
         text.append("The trainer does not wait for one worker more than for the others.\n")

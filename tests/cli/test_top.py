@@ -56,6 +56,15 @@ def trainer(tmp_path: Path, reports: Path) -> Iterator[Trainer]:
         yield process
 
 
+def test_no_worker_is_blamed_if_most_are_waited_for(tmp_path: Path, reports: Path) -> None:
+    with Trainer("top_trainers", "recv_for_ever", tmp_path) as trainer:
+        trainer.expect("ready")
+        for env in range(4):
+            (tmp_path / f"step-{env}").touch()
+        table_where(trainer.pid, lambda seen: all(row["awaited"] >= 0.5 for row in seen["workers"]))
+        assert "The trainer waits for most of its workers." in top(trainer.pid, "--once", "--every", "0.1").output
+
+
 def test_the_worker_that_hangs_in_a_step_is_named_with_its_env(trainer: Trainer, tmp_path: Path) -> None:
     trainer.expect("ready")
     running = table_where(trainer.pid, lambda seen: all(row["env_seconds"] for row in seen["workers"]))

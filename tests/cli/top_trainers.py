@@ -30,6 +30,16 @@ class HaltingEnv(CounterEnv):
         return super().step(action)
 
 
+def recv_for_ever(directory: str) -> None:
+    """Four envs at their own pace, each in a process."""
+    envs = SubprocessVectorEnv([partial(HaltingEnv, index, directory) for index in range(4)], envs_per_worker=1)
+    envs.reset_async(seed=0)
+    print("ready", flush=True)
+    while os.getppid() != 1:
+        indices = envs.recv(1)[-1]
+        envs.send(envs.action_space.sample()[:1], indices)
+
+
 def step_for_ever(directory: str) -> None:
     """Four envs in two processes."""
     fns = [partial(HaltingEnv, index, directory) for index in range(4)]
