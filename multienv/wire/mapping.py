@@ -11,27 +11,29 @@ import ctypes
 import mmap
 import os
 import sys
-import weakref
 
+_MAP_FIXED = 0x10  # on Linux
 _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 if _libc is not None:
     _libc.mmap.restype = ctypes.c_void_p
     _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def shared_memory_of(descriptor: int, size: int) -> memoryview:
     """Map the first ``size`` bytes of a file, for reading and writing, shared with every process that maps it.
 
     The mapping goes with the last view of it, whatever becomes of the descriptor. Raises OSError.
+
+    The file takes the place of memory without a file, which Python unmaps. A weakref would unmap it too early: of
+    garbage in a cycle Python calls weakrefs first, and then the finalizers, which still look into the memory.
     """
     if _libc is None:
         return memoryview(mmap.mmap(descriptor, size))
-    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
-    if address == _FAILED:
+    memory = mmap.mmap(-1, size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    memory = (ctypes.c_char * size).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
-    return memoryview(memory).cast("B")
+    return memoryview(memory)

@@ -44,6 +44,7 @@ from multienv import (
     SubprocessVectorEnv,
     flat_statistics,
 )
+from multienv.asking.stream import Stream
 from multienv.errors import (
     ActionError,
     CallPendingError,
@@ -126,6 +127,30 @@ def test_each_env_returns_what_it_returns_in_step(face: Any, mode: str) -> None:
             if k is None:
                 envs.recv()
                 envs.step(batch(envs, [0] * NUM_ENVS))  # and in step again
+
+
+@pytest.mark.parametrize("face", [one_each, shared, multi_env])
+def test_a_change_that_an_exception_breaks_off_is_carried_out_by_the_next_call(
+    face: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class HandlerError(Exception):
+        pass
+
+    calls, hand_over = iter(range(10)), Stream._note_handed_over
+
+    def broken_off(stream: Stream, envs: Any) -> None:
+        if next(calls) == 0:
+            raise HandlerError
+        hand_over(stream, envs)
+
+    with face(ENV_FNS) as envs:
+        envs.reset(seed=0)
+        envs.send(batch(envs, [0] * NUM_ENVS))
+        monkeypatch.setattr(Stream, "_note_handed_over", broken_off)
+        envs.recv()
+        with pytest.raises(HandlerError):
+            envs.idle_envs  # noqa: B018
+        assert sorted(envs.idle_envs) == list(range(NUM_ENVS))
 
 
 @pytest.mark.parametrize(("face", "spins"), [(one_each, 400), (one_each, 0), (shared, 400), (multi_env, 0)])

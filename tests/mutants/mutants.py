@@ -552,7 +552,7 @@ MUTANTS = [
         "asking/stream.py",
         "                self.decided(self)\n                self.decided = None\n",
         "                decided, self.decided = self.decided, None\n                decided(self)\n",
-        ("tests/simulation/test_interruptions.py",),
+        OWN_PACE,
     ),
     Mutant(
         "recv() returns all that is ready, whatever at_most says.",
