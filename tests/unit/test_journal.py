@@ -307,7 +307,7 @@ class Model(RuleBasedStateMachine):
 
 TestJournal = Model.TestCase
 TestJournal.settings = settings(
-    max_examples=120,
+    max_examples=400,
     stateful_step_count=25,
     print_blob=False,
     deadline=None,
