@@ -133,13 +133,14 @@ class Stream:
         """Tell whether the caller has all envs."""
         return not self.given and not self._ready
 
-    def give(self, name: str, envs: Iterable[int], contents: Sequence[Any]) -> None:
+    def give(self, name: str, envs: Collection[int], contents: Sequence[Any]) -> None:
         """Give requests to envs that the caller has: all of them, or none if an interruption comes meanwhile.
 
         Args:
             name: What the caller called: ``"step"``, ``"reset"``, …
-            envs: Which.
-            contents: For each of them an action, which the caller must not change any more, or a message.
+            envs: Those that get one.
+            contents: For each of them, in the same order: an action, which the caller must not change any more, or a
+                message.
         """
         if self.reader not in (0, get_ident()):
             call = "send" if name == "step" else "reset_async"

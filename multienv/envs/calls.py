@@ -16,8 +16,9 @@ from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
 from multienv.wire.messages import Call, Message, Render
 
+# Compared by identity, which is faster: numpy has one such object, unless the caller has made another.
+_INDEX = np.dtype(np.int64)
 # Methods of gymnasium's that change nothing.
-_INDEX = np.dtype(np.int64)  # there is one such object, unless the caller has made another
 _READING = ("get_wrapper_attr", "has_wrapper_attr")
 
 

@@ -88,7 +88,7 @@ class Healing:
 
     def _with_setback(self, reason: str) -> str:
         setback = self.progress.setback
-        return f"{reason} Its snapshot did not bring it back either: {setback}." if setback else reason
+        return f"{reason} Its snapshot did not bring it back: {setback}." if setback else reason
 
     def outcome(
         self, event: Recovered | NotRecovered, instruction: Instruction, before: State, after: State, reservation: str

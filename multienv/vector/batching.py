@@ -409,9 +409,10 @@ class Rows:
 
     def _views(self, replies: Sequence[RowsReply]) -> tuple[list[int], list[Any], list[Any], list[Any]]:
         """Return views of what the workers answered: of each leaf, of rewards and of flags; and whose they are."""
-        leaves = [[reply.leaves[index].data for reply in replies] for index in range(len(self._leaves))]
-        flags = [reply.terminated.data for reply in replies] + [reply.truncated.data for reply in replies]
-        return [id(reply.rewards) for reply in replies], leaves, [reply.rewards.data for reply in replies], flags
+        views = [reply.views for reply in replies]
+        leaves = [[one[3][index] for one in views] for index in range(len(self._leaves))]
+        flags = [one[1] for one in views] + [one[2] for one in views]
+        return [id(reply.rewards) for reply in replies], leaves, [one[0] for one in views], flags
 
     def row(self, reply: RowsReply, slot: int) -> Any:
         """Return the observation of one slot of a worker."""
