@@ -25,22 +25,27 @@ from multienv.threads import Bell, Task
 _LOOK_EVERY = 0.1
 
 
-class NamedRequest(NamedTuple):
-    """A request of an endless round, in which each member may be asked something else: so each request has its name.
+class Requests:
+    """Holds what is asked of some envs, or members, by one name: in an endless round each may be asked something else.
 
-    Attributes:
+    Args:
         name: What the caller called.
-        content: An action, a message, or, of a reset, :class:`InThread`.
+        envs: Who is asked.
+        contents: For each of them an action, a message, or, of a reset, :class:`InThread`. To look at actions one by
+            one takes as long as to send them, so that is left until somebody wants to.
     """
 
-    name: str
-    content: Any
+    __slots__ = ("_by_env", "_contents", "_envs", "name")
 
+    def __init__(self, name: str, envs: Collection[int], contents: Sequence[Any]) -> None:
+        self.name, self._envs, self._contents = name, envs, contents
+        self._by_env: dict[int, Any] | None = None
 
-def named(name: str, envs: Iterable[int], contents: Sequence[Any]) -> dict[int, NamedRequest]:
-    """Return requests of one name, by env, given the content of each."""
-    made = map(partial(tuple.__new__, NamedRequest), zip(repeat(name), contents, strict=False))
-    return dict(zip(envs, made, strict=True))
+    def content(self, env: int) -> Any:
+        """Return what this env, or member, is asked."""
+        if self._by_env is None:
+            self._by_env = dict(zip(self._envs, self._contents, strict=True))
+        return self._by_env[env]
 
 
 class Result(NamedTuple):
@@ -76,7 +81,7 @@ class Taken(NamedTuple):
 def results_of(current: Endless) -> dict[int, Result]:
     """Return what came of the requests that are answered, by member."""
     answers, requests, failures = current.answers, current.requests, current.failures
-    names = [requests[member][0] for member in answers]
+    names = [requests[member].name for member in answers]
     errors = map(failures.get, answers) if failures else repeat(None)
     made = map(partial(tuple.__new__, Result), zip(names, answers.values(), errors, strict=False))
     return dict(zip(answers, made, strict=True))
@@ -95,7 +100,7 @@ class Endless:
         nothing: The request there that leaves a member alone.
 
     Attributes:
-        requests: Member → its request, for those that are asked.
+        requests: For each member that is asked, where its request is held.
         answers: Member → what it answered, ``None`` if it failed; for those whose answer has come.
         failures: Member → what it raised.
         sending: Members that were being asked when that was broken off; ``()``: none.
@@ -110,7 +115,7 @@ class Endless:
         self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
         self._untold: set[int] = set()  # members whose hooks may have to be told something
         self._slow: set[int] = set()  # members that were asked when all were gone over: their times are noted
-        self.requests: dict[int, NamedRequest] = {}
+        self.requests: dict[int, Requests] = {}
         self.answers: dict[int, Any] = {}
         self.failures: dict[int, BaseException] = {}
         self.tasks: dict[int, Task] = {}
@@ -123,7 +128,7 @@ class Endless:
         self.failures, self.tasks, self.endings = pending.failures, pending.tasks, pending.endings
         for member, request in enumerate(pending.requests):
             if pending.asks(member, nothing):
-                self.requests[member] = NamedRequest(pending.name, request)
+                self.requests[member] = Requests(pending.name, [member], [request])
                 if not pending.misses(member):
                     self.answers[member] = pending.answers[member]
         for task in self.tasks.values():
@@ -143,7 +148,8 @@ class Endless:
 
     def request(self, member: int) -> tuple[str, Any]:
         """Return what a member is asked: name and content."""
-        return self.requests[member]
+        request = self.requests[member]
+        return request.name, request.content(member)
 
     def forget(self, members: Iterable[int]) -> None:
         """Forget these members: they are not asked, or what came of it is noted elsewhere. Again does nothing."""
@@ -177,14 +183,12 @@ class Endless:
 
     # --- asking and taking ------------------------------------------------------------------------
 
-    def send(
-        self, members: Members, requests: Mapping[int, NamedRequest], contents: Sequence[Any] | None = None
-    ) -> None:
+    def send(self, members: Members, requests: Mapping[int, Requests], contents: Sequence[Any] | None = None) -> None:
         """Send requests to members that are not asked. Broken off, none of them was made.
 
         Args:
             members: The members.
-            requests: Member → its request.
+            requests: For each of them, where its request is held.
             contents: If all are steps, their actions once more, in the same order, in the form that is sent fastest.
         """
         asked = list(requests)
@@ -195,16 +199,16 @@ class Endless:
             raise
 
     def _send(
-        self, members: Members, requests: Mapping[int, NamedRequest], plain: list[int], contents: Sequence[Any] | None
+        self, members: Members, requests: Mapping[int, Requests], plain: list[int], contents: Sequence[Any] | None
     ) -> None:
         self.requests.update(requests)
         if contents is None or members.blocking:
             steps = [member for member, request in requests.items() if request.name == "step"]
             plain = [member for member in steps if member not in members.blocking]
-            contents = [requests[member].content for member in plain]
+            contents = [requests[member].content(member) for member in plain]
             for member in requests.keys() - set(plain):
                 if member in members.blocking:
-                    members.note(self, member, partial(members.blocking[member], *requests[member]))
+                    members.note(self, member, partial(members.blocking[member], *self.request(member)))
                 else:
                     self._look_now.add(member)
                     members.send(self, member)

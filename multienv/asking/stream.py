@@ -26,7 +26,7 @@ from time import monotonic
 from typing import Any, NoReturn, Protocol
 
 from multienv import interrupts
-from multienv.asking.endless import Endless, NamedRequest, Result, Taken, named, results_of
+from multienv.asking.endless import Endless, Requests, Result, Taken, results_of
 from multienv.asking.fanout import FanOut, Round
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
@@ -45,10 +45,10 @@ class Sharing(Protocol):
     def member(self, env: int) -> int:
         """Return the member that has an env."""
 
-    def due(self, member: int, given: Mapping[int, NamedRequest]) -> NamedRequest | None:
+    def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
         """Return the request to a member that is free; ``None`` if there is none, or an env lacks one."""
 
-    def envs(self, member: int, request: NamedRequest) -> Iterable[int]:
+    def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the envs of a member that a request concerns."""
 
     def results(self, current: Endless) -> dict[int, Result]:
@@ -71,11 +71,11 @@ class OneEach:
         """Return the env."""
         return env
 
-    def due(self, member: int, given: Mapping[int, NamedRequest]) -> NamedRequest | None:
+    def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
         """Return what was given."""
         return given.get(member)
 
-    def envs(self, member: int, request: NamedRequest) -> Iterable[int]:
+    def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the env."""
         return (member,)
 
@@ -117,7 +117,7 @@ class Stream:
         self._due: dict[int, None] = {}  # members that there may be something to ask
 
     @property
-    def given(self) -> Mapping[int, NamedRequest]:
+    def given(self) -> Mapping[int, Requests]:
         """Return the requests that nothing has come of yet, by env."""
         self._carry_out()
         return self._given
@@ -154,7 +154,7 @@ class Stream:
         self.count_seconds()
         are_steps = name == "step" and not (self._due or self._sharing.is_shared)
         are_steps = are_steps and self._round().requests.keys().isdisjoint(envs)  # not left out by a reset under way
-        given = named(name, envs, contents)
+        given = dict.fromkeys(envs, Requests(name, envs, contents))
         self.decided = partial(Stream._note_given, requests=given)
         self._ask(given if are_steps else None, contents)
 
@@ -318,7 +318,7 @@ class Stream:
         self.seconds[1] += seconds * ready
         self.seconds[2] += seconds * (self._sharing.count - ready - len(self._given))
 
-    def _note_given(self, requests: Mapping[int, NamedRequest]) -> None:
+    def _note_given(self, requests: Mapping[int, Requests]) -> None:
         self._given.update(requests)
         members = map(self._sharing.member, requests) if self._sharing.is_shared else requests
         self._due.update(dict.fromkeys(members))
@@ -343,7 +343,7 @@ class Stream:
 
     # --- members ------------------------------------------------------------------------------------
 
-    def _ask(self, steps: Mapping[int, NamedRequest] | None = None, actions: Sequence[Any] = ()) -> None:
+    def _ask(self, steps: Mapping[int, Requests] | None = None, actions: Sequence[Any] = ()) -> None:
         """Ask the members that are free and for which there is something to ask. Again does nothing.
 
         Args:
@@ -509,8 +509,9 @@ class OwnPace:
         if self.stream is not None:
             busy = {*self.stream.given, *self.stream.ready}
         elif self.is_beginning():
-            requests = (NamedRequest(current.name, one) for one in current.requests)
-            busy = {env for member, one in enumerate(requests) for env in self._sharing.envs(member, one)}
+            asked = range(len(current.requests))
+            requests = Requests(current.name, asked, current.requests)
+            busy = {env for member in asked for env in self._sharing.envs(member, requests)}
         elif isinstance(current, Round):
             self._fan.settle("idle_envs", note)
         return [env for env in range(self._sharing.count) if env not in busy]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multienv import interrupts
-from multienv.asking.endless import NamedRequest, Result
+from multienv.asking.endless import Requests, Result
 from multienv.asking.fanout import FanOut
 from multienv.asking.members import InThread, ask_patiently
 from multienv.asking.stream import OneEach, Stream
@@ -392,13 +392,13 @@ class _Retries(OneEach):
         super().__init__(len(supervisors))
         self._supervisors, self._config, self._closing = supervisors, config, closing
 
-    def due(self, member: int, given: Mapping[int, NamedRequest]) -> NamedRequest | None:
+    def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
         """Return what was given, or what a thread is to call."""
         request, config = given.get(member), self._config
         if request is None or request.name != "reset" or config.max_retry == 1:
             return request
-        call = partial(_reset_patiently, self._supervisors[member], request.content, config, self._closing)
-        return NamedRequest("reset", InThread(call))
+        call = partial(_reset_patiently, self._supervisors[member], request.content(member), config, self._closing)
+        return Requests("reset", [member], [InThread(call)])
 
 
 def _resetting(record: Record) -> Record:
@@ -406,7 +406,7 @@ def _resetting(record: Record) -> Record:
     return record._replace(state=EnvState.RESET, resets=record.resets + 1)
 
 
-def _is_call(one: NamedRequest | Result) -> bool:
+def _is_call(one: Requests | Result) -> bool:
     """Tell whether something is neither a step nor a reset."""
     return one.name not in ("step", "reset")
 

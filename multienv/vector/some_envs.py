@@ -11,7 +11,7 @@ from typing import Any
 
 from gymnasium.vector import VectorEnv
 
-from multienv.asking.endless import Endless, NamedRequest, Result, Taken, results_of
+from multienv.asking.endless import Endless, Requests, Result, Taken, results_of
 from multienv.vector.batching import Array, Rows, joined, listed_observations
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
@@ -39,25 +39,28 @@ class SharedWorkers:
         """Return the worker that has an env."""
         return self._members[env]
 
-    def due(self, member: int, given: Mapping[int, NamedRequest]) -> NamedRequest | None:
+    def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
         """Return the request to a worker that is free; ``None`` if there is none, or an env lacks its action."""
         envs = self._envs[member]
         first = given.get(envs.start)
         if len(envs) == 1 and (first is None or first.name == "step"):
             return first
-        found = [given.get(env) for env in envs]
-        resets = [one.content if one is not None and one.name == "reset" else None for one in found]
+        found = [(env, given[env]) if env in given else None for env in envs]
+        resets = [one[1].content(one[0]) if one is not None and one[1].name == "reset" else None for one in found]
         if any(resets):
             seeds, options = zip(*[one or (None, None) for one in resets], strict=True)
             touched = tuple(one is not None for one in resets)
-            return NamedRequest("reset", Reset(seeds, options, None if all(touched) else touched))
-        actions = [one.content for one in found if one is not None]
-        return NamedRequest("step", joined(self._space, actions)) if len(actions) == len(envs) else None
+            return Requests("reset", [member], [Reset(seeds, options, None if all(touched) else touched)])
+        actions = [one[1].content(one[0]) for one in found if one is not None]
+        return Requests("step", [member], [joined(self._space, actions)]) if len(actions) == len(envs) else None
 
-    def envs(self, member: int, request: NamedRequest) -> Iterable[int]:
+    def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the envs of a worker that a request concerns."""
-        envs, message = self._envs[member], request.content
-        return envs if request.name == "step" else [env for slot, env in enumerate(envs) if message.touches(slot)]
+        envs = self._envs[member]
+        if request.name == "step":
+            return envs
+        message = request.content(member)
+        return [env for slot, env in enumerate(envs) if message.touches(slot)]
 
     def results(self, current: Endless) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env."""
@@ -75,7 +78,7 @@ class SharedWorkers:
                 found[env] = Result(name, answer, answer.errors[0])
         return found  # not copied: the worker is asked again after the caller has this
 
-    def _of_envs(self, member: int, request: NamedRequest, result: Result) -> list[tuple[int, Result]]:
+    def _of_envs(self, member: int, request: Requests, result: Result) -> list[tuple[int, Result]]:
         """Return what came of a request to a worker, for each env that it concerned."""
         touched, start = self.envs(member, request), self._envs[member].start
         if result.error is not None:
