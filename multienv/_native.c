@@ -764,8 +764,31 @@ write_action(Hot *hot, PyObject *number, int64_t request, PyObject *actions, Py_
     return outcome;
 }
 
+/* How workers that are about to be asked are watched: a Watched. */
+enum { KNOWN, ASKED, SLEEPS };
+
+/* Notes that a member is asked; LEFT: its process is not watched. */
 static Outcome
-ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t member, PyObject *state, PyObject *asker)
+note_asked(PyObject *watched, PyObject *member, Hot *hot, PyObject *number)
+{
+    PyObject *known = PyDict_GetItemWithError(PyTuple_GET_ITEM(watched, KNOWN), member);
+    if (known != (PyObject *)hot->words) {
+        return PyErr_Occurred() ? FAILED : LEFT;
+    }
+    PyObject *line = PyTuple_Pack(2, hot->words, number);
+    int failed = line == NULL || PyDict_SetItem(PyTuple_GET_ITEM(watched, ASKED), member, line) < 0;
+    Py_XDECREF(line);
+    atomic_store(&hot->words->words[TRAINER_SLEEPS], PyTuple_GET_ITEM(watched, SLEEPS) == Py_True);
+    return failed ? FAILED : DONE;
+}
+
+/* Keeps what ask() shares between workers. */
+typedef struct {
+    PyObject *actions, *state, *asker, *watched; /* watched: NULL, or a Watched */
+} Asking;
+
+static Outcome
+ask_one(PyObject *supervisor, PyObject *member, Py_ssize_t place, Asking *asking)
 {
     int64_t request;
     PyObject *number = NULL, *until = NULL, *running = constant(s_RUNNING);
@@ -774,8 +797,11 @@ ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t member, PyObject *st
         return PyErr_Occurred() ? FAILED : LEFT;
     }
     Outcome outcome = LEFT;
-    if (*hot->state == running && *hot->asked_by == asker && *hot->is_due == Py_False) {
-        outcome = write_action(hot, number, request, actions, member);
+    if (*hot->state == running && *hot->asked_by == asking->asker && *hot->is_due == Py_False) {
+        outcome = write_action(hot, number, request, asking->actions, place);
+    }
+    if (outcome == DONE && asking->watched != NULL) {
+        outcome = note_asked(asking->watched, member, hot, number);
     }
     if (outcome == DONE) {
         PyObject *limit = *hot->step_limit;
@@ -786,7 +812,7 @@ ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t member, PyObject *st
     if (outcome == DONE) {
         put(hot->limit, *hot->step_limit);
         put(hot->until, until);
-        put(hot->state, state);
+        put(hot->state, asking->state);
         atomic_store(&hot->words->words[REQUEST], request);
         if (atomic_load(&hot->words->words[WORKER_SLEEPS]) && called(PyObject_CallOneArg(hot->ring, number)) < 0) {
             outcome = FAILED;
@@ -973,7 +999,7 @@ commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObje
 }
 
 static Outcome
-take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t member, Taking *taking)
+take_one(PyObject *supervisor, PyObject *answers, PyObject *member, Taking *taking)
 {
     int64_t request;
     PyObject *number = NULL, *answer = NULL, *known;
@@ -1001,8 +1027,10 @@ take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t member, Taking *tak
     }
     Py_DECREF(number);
     Py_DECREF(hot);
-    if (answer != NULL && PyList_SetItem(answers, member, answer) == 0) {
-        return DONE;
+    if (answer != NULL) {
+        int failed = PyObject_SetItem(answers, member, answer) < 0;
+        Py_DECREF(answer);
+        return failed ? FAILED : DONE;
     }
     return PyErr_Occurred() ? FAILED : LEFT;
 }
@@ -1034,28 +1062,30 @@ unlocked(PyObject *lock, Outcome outcome)
     return outcome;
 }
 
-PyDoc_STRVAR(ask_doc, "ask(supervisors, members, actions, state, asker, nothing=MISSING)\n--\n\n\
+PyDoc_STRVAR(ask_doc, "ask(supervisors, members, begin, actions, state, asker, nothing=MISSING, watched=None)\n--\n\n\
 Do what recovery.hot_path.ask does.");
 
 static PyObject *
 ask(PyObject *module, PyObject *args)
 {
-    PyObject *supervisors, *given, *actions, *state, *asker, *nothing = constant(s_MISSING);
-    if (nothing == NULL ||
-        !PyArg_ParseTuple(args, "OOOOO|O", &supervisors, &given, &actions, &state, &asker, &nothing)) {
+    PyObject *supervisors, *given, *nothing = constant(s_MISSING);
+    Asking asking = {0};
+    Py_ssize_t place;
+    if (nothing == NULL || !PyArg_ParseTuple(args, "OOnOOO|OO!", &supervisors, &given, &place, &asking.actions,
+                                             &asking.state, &asking.asker, &nothing, &PyTuple_Type, &asking.watched)) {
         return NULL;
     }
     PyObject *members = PySequence_Tuple(given);
     if (members == NULL) {
         return NULL;
     }
-    Py_ssize_t done = 0;
     Outcome outcome = DONE;
-    for (; done < PyTuple_GET_SIZE(members); done++) {
-        Py_ssize_t member = PyLong_AsSsize_t(PyTuple_GET_ITEM(members, done));
+    for (; place < PyTuple_GET_SIZE(members); place++) {
+        PyObject *name = PyTuple_GET_ITEM(members, place);
+        Py_ssize_t member = PyLong_AsSsize_t(name), part = asking.watched == NULL ? member : place;
         int is_left_alone = 0;
-        if (!Py_IS_TYPE(actions, &PartsType)) {
-            PyObject *action = PySequence_GetItem(actions, member);
+        if (!Py_IS_TYPE(asking.actions, &PartsType)) {
+            PyObject *action = PySequence_GetItem(asking.actions, part);
             if (action == NULL) {
                 outcome = FAILED;
                 break;
@@ -1068,7 +1098,7 @@ ask(PyObject *module, PyObject *args)
         }
         PyObject *supervisor = PySequence_GetItem(supervisors, member);
         PyObject *lock = supervisor == NULL ? NULL : locked(supervisor);
-        outcome = lock == NULL ? FAILED : ask_one(supervisor, actions, member, state, asker);
+        outcome = lock == NULL ? FAILED : ask_one(supervisor, name, part, &asking);
         if (lock != NULL) {
             outcome = unlocked(lock, outcome);
         }
@@ -1078,7 +1108,7 @@ ask(PyObject *module, PyObject *args)
         }
     }
     Py_DECREF(members);
-    return outcome == FAILED ? NULL : PyLong_FromSsize_t(done);
+    return outcome == FAILED ? NULL : PyLong_FromSsize_t(place);
 }
 
 PyDoc_STRVAR(take_doc, "take(supervisors, members, answers, state, leaves_ends=False)\n--\n\n\
@@ -1089,8 +1119,7 @@ take(PyObject *module, PyObject *args)
 {
     PyObject *supervisors, *given, *answers;
     Taking taking = {0};
-    if (!PyArg_ParseTuple(args, "OOO!O|p", &supervisors, &given, &PyList_Type, &answers, &taking.state,
-                          &taking.leaves_ends)) {
+    if (!PyArg_ParseTuple(args, "OOOO|p", &supervisors, &given, &answers, &taking.state, &taking.leaves_ends)) {
         return NULL;
     }
     PyObject *members = PySequence_Tuple(given), *missing = constant(s_MISSING);
@@ -1102,15 +1131,18 @@ take(PyObject *module, PyObject *args)
     Outcome outcome = DONE;
     taking.several = PyTuple_GET_SIZE(members) > 1;
     for (Py_ssize_t turn = PyTuple_GET_SIZE(members) - 1; turn >= 0 && outcome != FAILED; turn--) {
-        Py_ssize_t member = PyLong_AsSsize_t(PyTuple_GET_ITEM(members, turn));
-        PyObject *answer = PyList_GetItem(answers, member); /* borrowed */
-        if (answer != missing) {
-            outcome = answer == NULL ? FAILED : DONE;
-            continue;
+        PyObject *name = PyTuple_GET_ITEM(members, turn);
+        Py_ssize_t member = PyLong_AsSsize_t(name);
+        if (PyList_CheckExact(answers)) {
+            PyObject *answer = PyList_GetItem(answers, member); /* borrowed */
+            if (answer != missing) {
+                outcome = answer == NULL ? FAILED : DONE;
+                continue;
+            }
         }
         PyObject *supervisor = PySequence_GetItem(supervisors, member);
         PyObject *lock = supervisor == NULL ? NULL : locked(supervisor);
-        outcome = lock == NULL ? FAILED : take_one(supervisor, answers, member, &taking);
+        outcome = lock == NULL ? FAILED : take_one(supervisor, answers, name, &taking);
         if (lock != NULL) {
             outcome = unlocked(lock, outcome);
         }

@@ -12,43 +12,10 @@ class Parts:
     def __getitem__(self, place: int) -> Any: ...
     def __len__(self) -> int: ...
 
-class Integers:
-    def __init__(
-        self, otherwise: Any, records: Sequence[memoryview], int64: type, head: int, head_of_int64: int
-    ) -> None: ...
-    def __call__(self, number: int, action: Any) -> None: ...
-
-class Reader:
-    def __init__(
-        self,
-        otherwise: Any,
-        looks: Sequence[Any],
-        records: Sequence[memoryview],
-        reward: int,
-        words: Words,
-        areas: Sequence[memoryview],
-        described: Callable[[bytes], Any],
-    ) -> None: ...
-    def __call__(self, number: int) -> Any: ...
-
-class RowsReader:
-    def __init__(
-        self,
-        otherwise: Any,
-        replies: Sequence[Any],
-        full: Sequence[Any],
-        infos: Sequence[Any],
-        words: Words,
-        areas: Sequence[memoryview],
-        numbers_in: Callable[[bytes], Any],
-    ) -> None: ...
-    def __call__(self, number: int) -> Any: ...
-
-class RowsStep:
+class Hot:
     def __init__(self, **plan: Any) -> None: ...
-    def __call__(self, number: int) -> Any: ...
 
-class ExactStep:
+class Step:
     def __init__(self, **plan: Any) -> None: ...
     def __call__(self, number: int) -> Any: ...
 
@@ -58,13 +25,16 @@ def serve(
 def ask(
     supervisors: Sequence[Any],
     members: Sequence[int],
+    begin: int,
     actions: Sequence[Any] | Parts,
     state: Any,
     asker: Any,
     nothing: Any = ...,
+    watched: Any = ...,
 ) -> int: ...
 def take(
-    supervisors: Sequence[Any], members: Sequence[int], answers: list[Any], state: Any, leaves_ends: bool = False
+    supervisors: Sequence[Any], members: Sequence[int], answers: Any, state: Any, leaves_ends: bool = False
 ) -> bool: ...
-def core() -> int: ...
+def answered_of(asked: dict[int, tuple[Words, int]]) -> list[int]: ...
+def awaits_on(core: int, asked: dict[int, tuple[Words, int]]) -> bool: ...
 def follow(reference: dict[str, Any]) -> bool: ...

@@ -212,12 +212,11 @@ class Endless:
                 else:
                     self._look_now.add(member)
                     members.send(self, member)
-        asked = [members.supervisors[member] for member in plain]
-        lines = [(member, one.channel, one.position.number + 1) for member, one in zip(plain, asked, strict=True)]
-        self._look_now.update(self._watch.add(lines))
-        done, count = 0, len(plain)
+        watched, done, count = self._watch.watched(plain), 0, len(plain)
         while done < count:
-            done += hot_path.ask(asked, range(done, count), contents, STEPPING_ASYNC, members.me)
+            done = hot_path.ask(
+                members.supervisors, plain, done, contents, STEPPING_ASYNC, members.me, MISSING, watched
+            )
             if done < count:
                 self._look_now.add(plain[done])
                 members.send(self, plain[done])
@@ -283,19 +282,15 @@ class Endless:
     def _take_answered(self, members: Members, answered: list[int], others: list[int]) -> bool:
         """Take the answers of some members, the plain ones together; return whether all are plain."""
         asked, known, tasks = self.requests, self.answers, self.tasks
-        answered = [one for one in answered if one in asked and one not in known and one not in tasks]
+        if known or tasks or not asked.keys() >= set(answered):
+            answered = [one for one in answered if one in asked and one not in known and one not in tasks]
         if self.endings:  # that is the reset after it, and what it comes to is told of both together
             others += [member for member in answered if member in self.endings]
             answered = [member for member in answered if member not in self.endings]
-        if answered:
-            answers: list[Any] = [MISSING] * len(answered)
-            supervisors = [members.supervisors[member] for member in answered]
-            if hot_path.take(supervisors, range(len(answered)), answers, STEPPING_ASYNC, members.leaves_ends):
-                found = [*zip(answered, answers, strict=True)]
-                others += [member for member, answer in found if answer is MISSING]
-                known.update([one for one in found if one[1] is not MISSING])
-            else:
-                known.update(zip(answered, answers, strict=True))
+        # It takes the last one first.
+        backwards = answered[::-1]
+        if answered and hot_path.take(members.supervisors, backwards, known, STEPPING_ASYNC, members.leaves_ends):
+            others += [member for member in answered if member not in known]
         if others:
             self._untold.update(others)
             members.collect(self, dict.fromkeys(others))

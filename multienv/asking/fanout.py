@@ -251,9 +251,7 @@ class FanOut:
         state = STEPPING if waits else STEPPING_ASYNC
         while done < len(order):
             if name == "step":
-                done += hot_path.ask(
-                    members.supervisors, order[done:] if done else order, requests, state, members.me, nothing
-                )
+                done = hot_path.ask(members.supervisors, order, done, requests, state, members.me, nothing)
             if done < len(order):
                 if requests[order[done]] is not nothing:
                     members.send(current, order[done])

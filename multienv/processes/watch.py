@@ -6,7 +6,7 @@ import contextlib
 import select
 from collections.abc import Iterable
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from multienv.cores import current_core
 from multienv.interrupts import interruptible
@@ -42,6 +42,20 @@ if native is not None:  # the same in native code; a signal handler that asks co
     answered_of, awaits_on = native.answered_of, native.awaits_on
 
 
+class Watched(NamedTuple):
+    """Holds how workers that are about to be asked are watched.
+
+    Attributes:
+        known: Member → words of the process that is watched.
+        asked: Member → words, and number of its request; a worker is noted here before it is asked.
+        sleeps: The trainer sleeps.
+    """
+
+    known: dict[int, Any]
+    asked: dict[int, tuple[Any, int]]
+    sleeps: bool
+
+
 class Watch:
     """Watches workers that were asked.
 
@@ -64,8 +78,16 @@ class Watch:
         self._channels: dict[int, Channel] = {}
         self._descriptors: dict[int, tuple[int, ...]] = {}
         self._members: dict[int, int] = {}  # descriptor → member
+        self._known: dict[int, Any] = {}  # member → words of its process
         self._quiet: dict[int, tuple[Any, int]] = {}  # member → words, and number of its request
         self._waking: dict[int, tuple[Any, int]] = {}  # the same for those that send wake bytes
+
+    def watched(self, members: Iterable[int]) -> Watched:
+        """Return how members that are about to be asked are watched."""
+        if self._waking:  # what is in there was asked before
+            for member in members:
+                self._waking.pop(member, None)
+        return Watched(self._known, self._waking if self._sleeps else self._quiet, self._sleeps)
 
     def add(self, asked: Iterable[tuple[int, Channel | None, int]]) -> list[int]:
         """Watch members that are asked now.
@@ -77,16 +99,16 @@ class Watch:
         Returns:
             The members that this object cannot watch: their process has ended, or there is none.
         """
-        unwatched, sleeps, known = [], self._sleeps, self._channels
+        unwatched, sleeps, channels = [], self._sleeps, self._channels
         # If the trainer sleeps, a signal handler asks.
         here, there = (self._waking, self._quiet) if sleeps else (self._quiet, self._waking)
         for member, channel, number in asked:
-            if channel is not None and known.get(member) is not channel:
+            if channel is not None and channels.get(member) is not channel:
                 self._register(member, channel)
             if channel is None or not self._descriptors[member]:
                 unwatched.append(member)
                 continue
-            words = channel.segment.words
+            words = self._known[member] = channel.segment.words
             there.pop(member, None)
             here[member] = words, number
             words[TRAINER_SLEEPS] = sleeps
@@ -107,6 +129,7 @@ class Watch:
         self._quiet.pop(member, None)
         self._waking.pop(member, None)
         self._channels.pop(member, None)
+        self._known.pop(member, None)
         for descriptor in self._descriptors.get(member, ()):
             if self._members.get(descriptor) == member:  # else it was closed, and another one has this number now
                 self._unregister(descriptor)

@@ -23,12 +23,13 @@ from numpy import int64
 from multienv.errors import MultienvError
 from multienv.native import native
 from multienv.processes.channel import SPIN_SECONDS, Channel, give_way
+from multienv.processes.watch import Watched
 from multienv.recovery.state_machine import Episode, Kind, Process, Request, State
 from multienv.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP, INT_STEP
 from multienv.wire.banks import BEGIN, ENDED, STEP, STEPPED
 from multienv.wire.codecs import REWARD_TYPES, Codec
 from multienv.wire.infos import NO_COLUMNS, Extras, NumberInfos, described
-from multienv.wire.segment import REPLY, REQUEST, WORKER_SLEEPS
+from multienv.wire.segment import REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS
 
 # After one step in so many the limits are applied: see Supervisor.apply_limits.
 SAMPLE = 63
@@ -146,52 +147,61 @@ def plain_heads(*, exact: bool) -> dict[int, int]:
 def ask(
     supervisors: Sequence[Any],
     members: Sequence[int],
+    begin: int,
     actions: Sequence[Any],
     state: State,
     asker: Any,
     nothing: Any = MISSING,
+    watched: Watched | None = None,
 ) -> int:
     """Publish steps, up to the first worker that cannot be asked plainly; does not block.
 
     Args:
         supervisors: Each a ``Supervisor``; of all members.
         members: Which of them, in this order.
-        actions: One for each member; ``nothing`` leaves it alone.
+        begin: The place in ``members`` to begin at.
+        actions: One for each member; ``nothing`` leaves it alone. With ``watched`` one for each of ``members``.
         state: ``STEPPING`` or ``STEPPING_ASYNC``.
         asker: What asked each worker last, as its ``asked_by`` says.
         nothing: The action that leaves a member alone.
+        watched: Of workers that go at their own pace. One whose process is not watched is not asked plainly.
 
     Returns:
-        How many of ``members`` are done.
+        The place of the first that is not done.
     """
-    done = 0
-    for member in members:
-        action = actions[member]
+    for place in range(begin, len(members)):
+        member = members[place]
+        action = actions[member if watched is None else place]
         if action is not nothing:
             supervisor = supervisors[member]
             with supervisor.lock:
                 if supervisor.state is not RUNNING or supervisor.asked_by is not asker or supervisor.maintenance.is_due:
-                    return done
+                    return place
                 buffers, number, pending = supervisor.buffers, supervisor.position.number + 1, supervisor.pending
                 try:
                     buffers.encode(number, action)
                 except MultienvError:  # the supervisor raises it once more
-                    return done
+                    return place
+                words = buffers.words
+                if watched is not None:
+                    known: Any = watched.known.get(member)
+                    if known is not words:
+                        return place
+                    watched.asked[member] = words, number
+                    words[TRAINER_SLEEPS] = watched.sleeps
                 limit = pending.limit = pending.step_limit
                 pending.until = None if limit is None else monotonic() + limit
                 supervisor.state = state
-                words = buffers.words
                 words[REQUEST] = number
                 if words[WORKER_SLEEPS]:
                     buffers.ring(number)
-        done += 1
-    return done
+    return len(members)
 
 
 def take(  # noqa: C901 - one loop, because each call counts here
     supervisors: Sequence[Any],
     members: Sequence[int],
-    answers: list[Any],
+    answers: Any,
     state: State,
     leaves_ends: bool = False,
 ) -> bool:
@@ -202,16 +212,17 @@ def take(  # noqa: C901 - one loop, because each call counts here
     Args:
         supervisors: Each a ``Supervisor``; of all members.
         members: Which of them, in the order in which they were asked.
-        answers: One for each member; only those that are ``MISSING`` are looked at.
+        answers: A list with one for each member, of which those that are ``MISSING`` are looked at; or a dict for
+            those of ``members``.
         state: That of a worker whose answer may be taken.
         leaves_ends: Leave the answer that ends an episode with its supervisor.
 
     Returns:
         Whether an answer is left, because it is not plain, or its process is slow or has ended.
     """
-    is_left, until = False, None
+    is_left, until, is_list = False, None, type(answers) is list
     for member in reversed(members):
-        if answers[member] is not MISSING:
+        if is_list and answers[member] is not MISSING:
             continue
         supervisor = supervisors[member]
         with supervisor.lock:

@@ -334,7 +334,7 @@ class Supervisor:
             waits: The caller collects the answer in the same call.
         """
         with self.lock:
-            if not ask((self,), (0,), (action,), STEPPING if waits else STEPPING_ASYNC, self.asked_by):
+            if not ask((self,), (0,), 0, (action,), STEPPING if waits else STEPPING_ASYNC, self.asked_by):
                 self._prepare_step(action, waits)
 
     def _send_beginning(self, waits: bool) -> bool:

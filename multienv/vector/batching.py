@@ -218,10 +218,15 @@ def action_cutter(space: Space, count: int, name: str) -> Callable[[Any, Sequenc
     shape = space.shape or ()
     kinds = "" if type(space) not in _SOLID else "iub" if type(space) is spaces.Discrete else "iubfc"
 
+    last: Any = None
+    head = 0
+
     def cut(actions: Any, envs: Sequence[int]) -> Sequence[Any]:
+        nonlocal last, head
         is_array = type(actions) is np.ndarray
         if native is not None and is_array and actions.dtype.kind in kinds and actions.shape == (len(envs), *shape):
-            head = step_head_of(actions.dtype)
+            if actions.dtype is not last:
+                last, head = actions.dtype, step_head_of(actions.dtype)
             if head:
                 return native.Parts(actions.copy(), cuts[: len(envs)], head)  # type: ignore[no-any-return]
         split = action_splitter(space, cuts[: len(envs)], name, envs)
@@ -387,10 +392,11 @@ class Rows:
 
     def some(self, replies: Sequence[RowsReply]) -> tuple[Any, Array, Array, Array]:
         """Return observations, rewards, terminations and truncations of some envs, one a reply, in new arrays."""
-        count, views = len(replies), [reply.views for reply in replies]
-        rewards = np.ndarray(count, np.float64, bytearray().join([one[0] for one in views]))
-        terminated = np.ndarray(count, np.bool_, bytearray().join([one[1] for one in views]))
-        truncated = np.ndarray(count, np.bool_, bytearray().join([one[2] for one in views]))
+        count = len(replies)
+        parts = list(zip(*[reply.views for reply in replies], strict=True))
+        join = bytearray().join
+        rewards = np.ndarray(count, np.float64, join(parts[0]))
+        terminated, truncated = np.ndarray(count, np.bool_, join(parts[1])), np.ndarray(count, np.bool_, join(parts[2]))
         if not self._has_rows:
             return _gather_listed(self._space, replies), rewards, terminated, truncated
         leaves = []
@@ -398,8 +404,7 @@ class Rows:
             if count * size >= _HUGE:
                 leaves.append(np.concatenate([reply.leaves[index] for reply in replies]))
             else:
-                parts = bytearray().join([one[3][index] for one in views])
-                leaves.append(np.ndarray((count, *shape), dtype, parts))
+                leaves.append(np.ndarray((count, *shape), dtype, join(parts[3 + index])))
         return nested(self._space, leaves), rewards, terminated, truncated
 
     def _turn_of(self, key: Any) -> int:
@@ -407,12 +412,10 @@ class Rows:
             self._made_for, self._turn = key, self._turn ^ 1  # adjacent stores: no interruption comes in between
         return self._turn
 
-    def _views(self, replies: Sequence[RowsReply]) -> tuple[list[int], list[Any], list[Any], list[Any]]:
+    def _views(self, replies: Sequence[RowsReply]) -> tuple[list[int], list[Any], tuple[Any, ...], tuple[Any, ...]]:
         """Return views of what the workers answered: of each leaf, of rewards and of flags; and whose they are."""
-        views = [reply.views for reply in replies]
-        leaves = [[one[3][index] for one in views] for index in range(len(self._leaves))]
-        flags = [one[1] for one in views] + [one[2] for one in views]
-        return [id(reply.rewards) for reply in replies], leaves, [one[0] for one in views], flags
+        rewards, terminated, truncated, *leaves = zip(*[reply.views for reply in replies], strict=True)
+        return [id(reply.rewards) for reply in replies], leaves, rewards, terminated + truncated
 
     def row(self, reply: RowsReply, slot: int) -> Any:
         """Return the observation of one slot of a worker."""

@@ -43,7 +43,7 @@ class SharedWorkers:
         """Return the request to a worker that is free; ``None`` if there is none, or an env lacks its action."""
         envs = self._envs[member]
         first = given.get(envs.start)
-        if len(envs) == 1 and (first is None or first.name == "step"):
+        if not self.is_shared and (first is None or first.name == "step"):
             return first
         found = [(env, given[env]) if env in given else None for env in envs]
         resets = [one[1].content(one[0]) if one is not None and one[1].name == "reset" else None for one in found]

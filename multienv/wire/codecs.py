@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +55,7 @@ def layout_of_envs(
     return BankLayout(slots, action_bytes(batch_space(action_space, slots)), leaves, has_finals)
 
 
-@dataclass(slots=True)
+@dataclass
 class RowsReply:
     """Holds the reply of a worker with several envs: arrays over its bank, which is reused two requests later.
 
@@ -73,15 +73,11 @@ class RowsReply:
     truncated: Array
     extras: Extras | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
-    _views: tuple[Any, Any, Any, list[Any]] | None = field(default=None, init=False, repr=False, compare=False)
 
-    @property
-    def views(self) -> tuple[Any, Any, Any, list[Any]]:
-        """Return views of rewards, of both flags and of each leaf, made once: to join them takes half as long."""
-        if self._views is None:
-            leaves = [leaf.data for leaf in self.leaves]
-            self._views = self.rewards.data, self.terminated.data, self.truncated.data, leaves
-        return self._views
+    @cached_property
+    def views(self) -> tuple[Any, ...]:
+        """Return views of rewards, of both flags and of each leaf: to join them takes half as long."""
+        return tuple(one.data for one in (self.rewards, self.terminated, self.truncated, *self.leaves))
 
     def with_extras(self, extras: Extras) -> RowsReply:
         """Return the same rows with these extras."""

@@ -33,6 +33,7 @@ from multienv.envs import building
 from multienv.events import LossCause
 from multienv.processes import launcher
 from multienv.processes.channel import Channel, Fate, Gone
+from multienv.processes.watch import Watched
 from multienv.recovery import hot_path
 from multienv.threads import Bell, Pool
 from multienv.wire.banks import STEP, STEPPED
@@ -322,15 +323,24 @@ class SimulatedWatch:
 
     def __init__(self, simulation: Simulation, bell: Bell) -> None:
         self.simulation, self.bell, self.has_waited = simulation, bell, True
-        self.asked: dict[int, tuple[SimulatedChannel, int]] = {}
+        self.channels: dict[int, SimulatedChannel] = {}
+        self.known: dict[int, Any] = {}
+        self.asked: dict[int, tuple[Any, int]] = {}
+
+    def watched(self, members: Iterable[int]) -> Watched:
+        return Watched(self.known, self.asked, False)
 
     def add(self, asked: Iterable[tuple[int, SimulatedChannel | None, int]]) -> list[int]:
         lines = [*asked]
-        self.asked.update({member: (channel, number) for member, channel, number in lines if channel is not None})
+        for member, channel, number in lines:
+            if channel is not None:
+                self.channels[member], self.known[member] = channel, channel.segment.words
+                self.asked[member] = self.known[member], number
         return [member for member, channel, _ in lines if channel is None]
 
     def remove(self, member: int) -> None:
         self.asked.pop(member, None)
+        self.known.pop(member, None)
 
     def heard(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
         answered, ended = self._sorted(self.asked)
@@ -340,8 +350,7 @@ class SimulatedWatch:
         members = list(self.asked)
         for turn in range(len(members)):
             member = members[(self.simulation.waits + turn) % len(members)]
-            channel, number = self.asked[member]
-            channel.execute(number)
+            self.channels[member].execute(self.asked[member][1])
             answered, ended = self._sorted([member])
             if answered or ended:
                 return answered, ended
@@ -355,11 +364,12 @@ class SimulatedWatch:
     def _sorted(self, members: Iterable[int]) -> tuple[list[int], list[int]]:
         answered, ended = [], []
         for member in list(members):
-            channel, number = self.asked[member]
+            channel, (_, number) = self.channels[member], self.asked[member]
             if channel.answered(number):
                 answered.append(member)
             elif channel.attend():
                 ended.append(member)
+                del self.known[member]
             else:
                 continue
             del self.asked[member]
