@@ -219,7 +219,11 @@ def trainer(repeats: int) -> None:
     for count in (16, 64, 256, 1024):
         with ExitStack() as stack:
             envs = make(stack, [partial(QuickEnv, horizon=10**9)] * count, envs_per_worker=1)
-            rows: dict[str, Any] = {"recv(1, at_most=…)": Ours(envs, 1, count), "recv(1)": Ours(envs, 1, None)}
+            rows: dict[str, Any] = {
+                "step()": InStep(envs),
+                "recv(1, at_most=…)": Ours(envs, 1, count),
+                "recv(1)": Ours(envs, 1, None),
+            }
             print(f"  {count} envs:")
             tell(measured(rows, max(2048, 4 * count), repeats, time.thread_time), "µs of CPU a transition")
 

@@ -103,6 +103,7 @@ class Endless:
         requests: For each member that is asked, where its request is held.
         answers: Member → what it answered, ``None`` if it failed; for those whose answer has come.
         failures: Member → what it raised.
+        untold: Members whose hooks may have to be told something.
         sending: Members that were being asked when that was broken off; ``()``: none.
     """
 
@@ -113,11 +114,11 @@ class Endless:
         self._bell, self._watch = bell, Watch(bell)
         self._look_at = 0.0  # when to go over all members that are asked: for deadlines, say
         self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
-        self._untold: set[int] = set()  # members whose hooks may have to be told something
         self._slow: set[int] = set()  # members that were asked when all were gone over: their times are noted
         self.requests: dict[int, Requests] = {}
         self.answers: dict[int, Any] = {}
         self.failures: dict[int, BaseException] = {}
+        self.untold: set[int] = set()
         self.tasks: dict[int, Task] = {}
         self.endings: dict[int, Any] = {}
         self.sending: Collection[int] = ()
@@ -151,14 +152,12 @@ class Endless:
         request = self.requests[member]
         return request.name, request.content(member)
 
-    def forget(self, members: Iterable[int]) -> None:
+    def forget(self, members: Collection[int]) -> None:
         """Forget these members: they are not asked, or what came of it is noted elsewhere. Again does nothing."""
-        for member in members:
-            self.requests.pop(member, None)
-            self.answers.pop(member, None)
-            if self.failures or self.endings:
-                self.failures.pop(member, None)
-                self.endings.pop(member, None)
+        for held in (self.requests, self.answers, self.failures, self.endings):
+            if held:
+                for member in members:
+                    held.pop(member, None)
 
     def take_back(self) -> bool:
         """Forget the requests of the members that are being asked."""
@@ -191,16 +190,14 @@ class Endless:
             requests: For each of them, where its request is held.
             contents: If all are steps, their actions once more, in the same order, in the form that is sent fastest.
         """
-        asked = list(requests)
         try:
-            self._send(members, requests, asked, contents)
+            self._send(members, requests, contents)
         except BaseException:
-            self.sending = asked  # only now: what a signal handler calls meanwhile takes nothing back
+            self.sending = list(requests)  # only now: what a signal handler calls meanwhile takes nothing back
             raise
 
-    def _send(
-        self, members: Members, requests: Mapping[int, Requests], plain: list[int], contents: Sequence[Any] | None
-    ) -> None:
+    def _send(self, members: Members, requests: Mapping[int, Requests], contents: Sequence[Any] | None) -> None:
+        plain = list(requests)
         self.requests.update(requests)
         if contents is None or members.blocking:
             steps = [member for member, request in requests.items() if request.name == "step"]
@@ -292,14 +289,14 @@ class Endless:
         if answered and hot_path.take(members.supervisors, backwards, known, STEPPING_ASYNC, members.leaves_ends):
             others += [member for member in answered if member not in known]
         if others:
-            self._untold.update(others)
+            self.untold.update(others)
             members.collect(self, dict.fromkeys(others))
         return not others
 
     def call_hooks(self, members: Members) -> None:
         """Call the hooks with what happened meanwhile to members that have answered."""
-        for member in list(self._untold):
+        for member in list(self.untold):
             supervisor = members.supervisors[member]
             if supervisor is not None:
                 supervisor.reporter.call_hooks()
-            self._untold.discard(member)
+            self.untold.discard(member)

@@ -119,7 +119,8 @@ class Stream:
     @property
     def given(self) -> Mapping[int, Requests]:
         """Return the requests that nothing has come of yet, by env."""
-        self._carry_out()
+        if self.decided is not None:
+            self._carry_out()
         return self._given
 
     @property
@@ -150,11 +151,9 @@ class Stream:
             )
         if self._is_at_work:
             self._refuse()
-        self._carry_out()
         self.count_seconds()
-        are_steps = name == "step" and not (self._due or self._sharing.is_shared)
-        are_steps = are_steps and self._round().requests.keys().isdisjoint(envs)  # not left out by a reset under way
         given = dict.fromkeys(envs, Requests(name, envs, contents))
+        are_steps = name == "step" and not (self._due or self._sharing.is_shared)
         self.decided = partial(Stream._note_given, requests=given)
         self._ask(given if are_steps else None, contents)
 
@@ -179,12 +178,11 @@ class Stream:
             UsageError: The results of so many cannot come.
             WaitTimeout: None is ready in time; nothing is lost.
         """
-        check_seconds("timeout", timeout, zero=True)
-        _check_count("k", count)
-        _check_count("at_most", at_most)
-        if count is not None and at_most is not None and at_most < count:
-            raise UsageError(f"recv(): at_most={at_most} is less than k={count}.")
-        until = inf if timeout is None else monotonic() + timeout
+        _check_counts(count, at_most)
+        until = inf
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
+            until = monotonic() + timeout
         self._ask()
         wanted = self._coming(count)
         most = wanted if at_most is None else at_most
@@ -246,7 +244,7 @@ class Stream:
     def refuse_busy(self, name: str, envs: Iterable[int]) -> None:
         """Raise CallPendingError if some of these envs are under way."""
         given, ready = self.given, self._ready
-        if not given.keys().isdisjoint(envs) or not ready.keys().isdisjoint(envs):
+        if (given or ready) and not (given.keys().isdisjoint(envs) and ready.keys().isdisjoint(envs)):
             busy = [env for env in envs if env in given or env in ready]
             raise CallPendingError(
                 f"{name}(): envs {busy} are under way; recv() gives their results first.{self._held_up()} Nothing was "
@@ -275,7 +273,6 @@ class Stream:
 
         Ctrl-C that came in the call is raised before that.
         """
-        self._carry_out()
         decided = self.handing_over(envs)
         if interrupts.noted is not None:
             interrupts.raise_noted()
@@ -308,11 +305,14 @@ class Stream:
 
     def call_hooks(self) -> None:
         """Call the hooks with what happened meanwhile to envs that are ready."""
-        self._round().call_hooks(self._fan.members)
+        current = self._current()
+        if current is not None and current.untold:
+            self._round().call_hooks(self._fan.members)
 
     def count_seconds(self) -> None:
         """Count the seconds since the last time, before it is decided that an env changes from one place to another."""
-        self._carry_out()
+        if self.decided is not None:
+            self._carry_out()
         now, ready = monotonic(), len(self._ready)
         seconds, self._counted = now - self._counted, now
         self.seconds[1] += seconds * ready
@@ -335,7 +335,7 @@ class Stream:
     def _note_handed_over(self, envs: Collection[int]) -> None:
         ready, given = self._ready, self._given
         for env in envs:
-            if ready.pop(env, None) is None:  # plain, and never noted as ready
+            if not ready or ready.pop(env, None) is None:  # plain, and never noted as ready
                 given.pop(env, None)
         current = self._fan.members.asked
         if isinstance(current, Endless) and not self._sharing.is_shared:
@@ -357,17 +357,18 @@ class Stream:
             return
         self._is_at_work = True
         try:
-            if steps is not None:
-                self._round().send(self._fan.members, steps, actions)
+            current = self._round()
+            asked, due, given = current.requests, self._sharing.due, self._given
+            if steps is not None and asked.keys().isdisjoint(steps):  # none is left out by a reset under way
+                current.send(self._fan.members, steps, actions)
             else:
-                asked, due, given = self._round().requests, self._sharing.due, self._given
                 requests = {
                     member: request
                     for member in self._due
                     if member not in asked and (request := due(member, given)) is not None
                 }
                 if requests:
-                    self._round().send(self._fan.members, requests)
+                    current.send(self._fan.members, requests)
             self._due.clear()
         finally:
             self._is_at_work = False
@@ -440,10 +441,13 @@ class Stream:
         )
 
 
-def _check_count(name: str, count: Any) -> None:
-    number = count if type(count) is int else integer(count)  # the first is faster
-    if count is not None and (number is None or number < 1):
-        raise UsageError(f"recv(): {name} is {count!r:.100}; give an integer of at least 1, or None.")
+def _check_counts(count: Any, at_most: Any) -> None:
+    for name, given in (("k", count), ("at_most", at_most)):
+        number = given if type(given) is int else integer(given)  # the first is faster
+        if given is not None and (number is None or number < 1):
+            raise UsageError(f"recv(): {name} is {given!r:.100}; give an integer of at least 1, or None.")
+    if count is not None and at_most is not None and at_most < count:
+        raise UsageError(f"recv(): at_most={at_most} is less than k={count}.")
 
 
 class OwnPace:

@@ -405,7 +405,8 @@ class Rows:
                 leaves.append(np.concatenate([reply.leaves[index] for reply in replies]))
             else:
                 leaves.append(np.ndarray((count, *shape), dtype, join(parts[3 + index])))
-        return nested(self._space, leaves), rewards, terminated, truncated
+        observations = nested(self._space, leaves) if type(self._space) in _NESTED else leaves[0]
+        return observations, rewards, terminated, truncated
 
     def _turn_of(self, key: Any) -> int:
         if self._made_for is not key:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 
@@ -72,6 +73,9 @@ Infos = dict[str, Any] | list[dict[str, Any]]  # merged as gymnasium does, or on
 Batch = tuple[Any, Array, Array, Array, Any]
 Some = tuple[Any, Array, Array, Array, Any, Array]
 _NOTHING: Array = np.empty(0)
+
+
+_EXTRAS = attrgetter("extras")
 
 
 class BatchOptions(TypedDict, total=False):
@@ -496,14 +500,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> Some:
         taken = stream.first(k, at_most, timeout)
-        outcome: Any = self._error_of_some(taken) if taken.errors else None
-        if outcome is None:
-            outcome = self._with_infos(
-                "recv",
-                lambda infos: (*rows_of(taken, self._rows), infos, np.array(taken.envs)),
-                partial(self._merged if self._merges else infos_of, taken.answers),
-                partial(infos_of, taken.answers),
-            )
+        outcome: Any = self._error_of_some(taken) if taken.errors else self._outcome_of_some(taken)
         begun: list[bool] | None = None  # as it was
         if taken.errors or self._is_disabled or not self._all_begun:
             begun = [self._has_episode(taken, index) for index in range(len(taken.envs))]
@@ -517,9 +514,19 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise outcome
         return outcome  # type: ignore[no-any-return]
 
+    def _outcome_of_some(self, taken: Taken) -> Any:
+        """Return what recv() returns, or the error that has it, if their infos cannot be merged."""
+        replies = taken.answers
+        if self._merges and not any(map(_EXTRAS, replies)):
+            return (*rows_of(taken, self._rows), {}, np.array(taken.envs))
+        return self._with_infos(
+            "recv",
+            lambda infos: (*rows_of(taken, self._rows), infos, np.array(taken.envs)),
+            partial(self._merged if self._merges else infos_of, replies),
+            partial(infos_of, replies),
+        )
+
     def _merged(self, replies: Sequence[RowsReply]) -> dict[str, Any]:
-        if not any(one.extras for one in replies):
-            return {}
         if self._infos_of_some.num_envs != len(replies):
             self._infos_of_some = InfosOfSome(len(replies))
         return self._infos_of_some.merged(replies)
