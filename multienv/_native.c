@@ -1173,11 +1173,11 @@ next_asked(PyObject *asked, Py_ssize_t *place, PyObject **member, Words **words,
     return PyErr_Occurred() ? FAILED : DONE;
 }
 
-PyDoc_STRVAR(answered_of_doc, "answered_of(asked)\n--\n\n\
-Do what processes.watch.answered_of does.");
+PyDoc_STRVAR(take_answered_doc, "take_answered(asked)\n--\n\n\
+Do what processes.watch.take_answered does.");
 
 static PyObject *
-answered_of(PyObject *module, PyObject *asked)
+take_answered(PyObject *module, PyObject *asked)
 {
     PyObject *found = PyList_New(0), *member;
     Words *words;
@@ -1186,6 +1186,9 @@ answered_of(PyObject *module, PyObject *asked)
     Outcome outcome = found == NULL ? FAILED : DONE;
     while (outcome == DONE && (outcome = next_asked(asked, &place, &member, &words, &has_answered)) == DONE) {
         outcome = has_answered && PyList_Append(found, member) < 0 ? FAILED : DONE;
+    }
+    for (Py_ssize_t turn = 0; outcome != FAILED && turn < PyList_GET_SIZE(found); turn++) {
+        outcome = PyDict_DelItem(asked, PyList_GET_ITEM(found, turn)) < 0 ? FAILED : DONE;
     }
     if (outcome == FAILED) {
         Py_CLEAR(found);
@@ -1857,7 +1860,7 @@ write_digests(PyObject *module, PyObject *const *args, Py_ssize_t count)
 static PyMethodDef methods[] = {
     {"ask", ask, METH_VARARGS, ask_doc},
     {"take", take, METH_VARARGS, take_doc},
-    {"answered_of", answered_of, METH_O, answered_of_doc},
+    {"take_answered", take_answered, METH_O, take_answered_doc},
     {"awaits_on", awaits_on, METH_VARARGS, awaits_on_doc},
     {"follow", follow, METH_O, follow_doc},
     {"serve", serve, METH_VARARGS, serve_doc},

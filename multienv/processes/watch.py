@@ -18,13 +18,16 @@ from multienv.wire.segment import BOUND, REPLY, TRAINER_SLEEPS
 _MOST = 256  # events that one look at the descriptors returns
 
 
-def answered_of(asked: dict[int, tuple[Any, int]]) -> list[int]:
-    """Return the members that have answered.
+def take_answered(asked: dict[int, tuple[Any, int]]) -> list[int]:
+    """Take out the members that have answered, and return them.
 
     Args:
         asked: Member → words of its worker, and number of its request.
     """
-    return [member for member, (words, number) in list(asked.items()) if words[REPLY] == number]
+    found = [member for member, (words, number) in list(asked.items()) if words[REPLY] == number]
+    for member in found:
+        del asked[member]
+    return found
 
 
 def awaits_on(core: int, asked: dict[int, tuple[Any, int]]) -> bool:
@@ -32,14 +35,14 @@ def awaits_on(core: int, asked: dict[int, tuple[Any, int]]) -> bool:
 
     Args:
         core: The core; -1: it is not known, and no worker counts.
-        asked: As for :func:`answered_of`.
+        asked: As for :func:`take_answered`.
     """
     lines = list(asked.values())
     return core >= 0 and any(words[BOUND] == 1 + core and words[REPLY] != number for words, number in lines)
 
 
 if native is not None:  # the same in native code; a signal handler that asks comes in between in Python alone
-    answered_of, awaits_on = native.answered_of, native.awaits_on
+    take_answered, awaits_on = native.take_answered, native.awaits_on
 
 
 class Watched(NamedTuple):
@@ -152,7 +155,7 @@ class Watch:
         # the core for crowded. For no other worker is the core given away: a thread that never sleeps would take it.
         if awaits_on(current_core(), self._quiet):
             give_way()
-        answered = self._look()
+        answered = take_answered(self._quiet)
         if looks_for_ends or self._waking or not answered:
             answered += self._read(0.0, ended)
         if answered or ended or self._is_rung or until <= (now := monotonic()):
@@ -160,7 +163,7 @@ class Watch:
         self.has_waited, asleep_at = True, now + SPIN_SECONDS
         for _ in range(SPINS):
             give_way()
-            answered = self._look() or (self._read(0.0, ended) if self._waking else [])
+            answered = take_answered(self._quiet) or (self._read(0.0, ended) if self._waking else [])
             if answered or ended or self._is_rung:
                 return answered, ended
             if monotonic() > asleep_at:
@@ -182,19 +185,12 @@ class Watch:
             answered = self._read(min(seconds, until - monotonic()), ended)
             if answered or ended or self._is_rung:
                 return answered
-            answered = answered_of(quiet)
+            answered = take_answered(quiet)
             for member in answered:
                 self._waking.pop(member, None)
             if answered:
                 return answered
         return self._read(until - monotonic(), ended)
-
-    def _look(self) -> list[int]:
-        """Return the quiet members that have answered."""
-        found = answered_of(self._quiet)
-        for member in found:
-            del self._quiet[member]
-        return found
 
     def _read(self, seconds: float, ended: list[int]) -> list[int]:
         """Wait for events and read what they bring; return who has answered, and note who has ended."""
