@@ -369,8 +369,10 @@ class ProcessChannel(Channel):
 
     def __del__(self) -> None:
         """Release a process whose channel was not closed."""
-        with contextlib.suppress(AttributeError):  # its making failed half way
+        try:  # noqa: SIM105 - contextlib may be gone already
             self.release()
+        except (AttributeError, TypeError):  # its making failed half way; or the interpreter ends, and names are gone
+            pass
 
 
 def crowd_seconds() -> float:

@@ -149,14 +149,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_refuse_in_child)
 
 
-def abandon_all(workers: Iterable[Supervisor], is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    """Release workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers.
-
-    While the interpreter ends, the names in modules may be gone already (hence ``is_finalizing``), and so are all
-    processes: the launcher has ended them at exit.
-    """
-    if not is_finalizing():
-        let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
+def abandon_all(workers: Iterable[Supervisor]) -> None:
+    """Release workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers."""
+    let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
 
 
 def close_together(workers: Collection[Supervisor], calls: Iterable[Callable[[], Any]]) -> None:

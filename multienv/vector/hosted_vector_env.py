@@ -1002,6 +1002,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Return counters and state of each worker. A step of the batch counts as one step of each worker."""
         return [self._pace.add_seconds(worker.statistics()) for worker in self._workers]
 
+    @interrupts.finalizer
     def __del__(self) -> None:
         """Release the processes, which close their envs and end by themselves, if close() was not called."""
         abandon_all(self.__dict__.get("_workers", ()))

@@ -358,6 +358,29 @@ def test_envs_that_outlive_the_main_script_are_let_go_of_in_silence(end: str) ->
     assert done.stderr == ""
 
 
+def test_finalizers_that_run_when_names_in_modules_are_gone_are_silent() -> None:
+    """An error handler of codecs keeps all modules alive, so the interpreter sets their names to None.
+
+    It begins with those imported last: ``json`` has its names, and so the envs, when the package has lost its own.
+    """
+    script = (
+        "import codecs, json, sys\n"
+        "import gymnasium, numpy\n"
+        "from multienv import AsyncEnv, MultiEnv, SubprocessVectorEnv, create_subprocess_envs\n"
+        "large = numpy.zeros(100_000)\n"
+        "make = lambda: gymnasium.make('CartPole-v1', sutton_barto_reward=bool(large[0]))\n"
+        "batch = SubprocessVectorEnv([make] * 2, preload=['json'])\n"
+        "several = MultiEnv(create_subprocess_envs([make] * 2))\n"
+        "for envs in (batch, several): envs.reset(seed=0)\n"
+        "batch.send(numpy.zeros(2, int))\n"
+        "batch.recv(1)\n"
+        "json.kept = batch, several, AsyncEnv(make)\n"
+        "codecs.register_error('kept', lambda error, modules=list(sys.modules.values()): None)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, timeout=30, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
 def test_an_env_that_was_brought_back_is_closed_as_any_other(tmp_path: Path) -> None:
     left = tmp_path / "left"
     with SubprocessEnv(partial(FarewellEnv, left=left)) as env:
