@@ -307,7 +307,7 @@ class ProcessChannel(Channel):
         """Wait up to ``timeout`` seconds for the end of the process, else kill it; then release."""
         is_cut = False
         if self._gone is None and not self._is_released:
-            fate = self._learn(timeout + crowd_seconds())
+            fate = self._learn(timeout)
             if fate is None:
                 is_cut = self.give_up()
                 self.kill()

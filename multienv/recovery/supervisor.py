@@ -37,6 +37,7 @@ from multienv.errors import (
 from multienv.events import Hook, Loss, Outcome, Statistics
 from multienv.processes.channel import Channel, Fate, Gone, SystemErrors
 from multienv.processes.endings import BUSY_PATIENCE, Cut, let_go, log_cuts
+from multienv.processes.worker_process import crowd_seconds
 from multienv.recovery.answers import Answers, Read, call_answer, unreadable
 from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
 from multienv.recovery.deadlines import RequestDeadlines
@@ -1284,6 +1285,7 @@ class Supervisor:
         self._closed = True
         self.recoverer.close()
         limit = self.deadlines.close if patience is None else min(self.deadlines.close, max(0.0, patience))
+        spare = crowd_seconds() if limit == self.deadlines.close else 0.0  # a timeout of the caller's is kept
         mine = self.lock._is_owned()  # type: ignore[attr-defined]
         try:
             if mine or not self.lock.acquire(blocking=False):
@@ -1294,7 +1296,7 @@ class Supervisor:
                 if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
                     self.reporter.events.append((self._let_go, None))  # when that call is done
                     return
-            self._end(limit)  # again does nothing, unless it was interrupted
+            self._end(limit, time.monotonic() + limit + spare)  # again does nothing, unless it was interrupted
             unlogged = self.reporter.unlogged()
             if unlogged:
                 beside(partial(_warn, unlogged), _SOON)
@@ -1306,13 +1308,12 @@ class Supervisor:
                 except RuntimeError:
                     pass
 
-    def _end(self, limit: float) -> None:
+    def _end(self, limit: float, until: float) -> None:
         """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
         channel, state, number = self.channel, self.state, self.position.number + 1
         self.note_closed()
         if channel is None or state.process is Process.NONE:
             return
-        until = time.monotonic() + limit
         try:
             is_idle = state.process is Process.READY and limit > 0
             if is_idle and state.request is not None:  # answered first, for nobody

@@ -1011,7 +1011,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Ask the workers to end, and kill them after ``Deadlines.close`` seconds. A second call does nothing.
 
         Args:
-            timeout: Seconds to wait for the workers, if that is less.
+            timeout: Seconds to wait for the workers, if that is less than ``Deadlines.close``.
             terminate: Kill the workers without asking.
             **kwargs: Ignored, as in gymnasium.
 

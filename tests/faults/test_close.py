@@ -45,6 +45,7 @@ from multienv import (
     create_subprocess_envs,
 )
 from multienv.errors import ClosedError, WorkerLostError
+from multienv.processes import worker_process
 
 pytestmark = pytest.mark.usefixtures("monitor_stays")
 # close() asks for this long, then kills: stack (none), SIGTERM and SIGKILL within a second; doubled for a slow machine.
@@ -311,6 +312,16 @@ def test_close_of_many_workers_has_time_for_the_ends_of_all_of_them(tmp_path: Pa
     saving = [partial(FarewellEnv, close_seconds=0.2, left=str(tmp_path / str(number))) for number in range(64)]
     SubprocessVectorEnv(saving, envs_per_worker=1, deadlines=Deadlines(close=0.05)).close()
     assert [path for path in tmp_path.iterdir() if not path.suffix]
+
+
+def test_timeout_of_close_is_not_lengthened_for_the_ends_of_many_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "_END_SECONDS", 10.0)
+    envs = open_saving("vector", str(tmp_path / "saved"), 60, PATIENT)
+    began = time.monotonic()
+    envs.close(timeout=0.5)
+    assert time.monotonic() - began < 15.0  # not 40 s
 
 
 def test_terminated_envs_are_not_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
