@@ -721,7 +721,8 @@ class Supervisor:
             return self._happen(BudgetSpent())
         except Unrecoverable as why:
             self.drop()  # there may be one that an earlier try has adopted
-            event: Recovered | NotRecovered = NotRecovered(healing.because(str(why)))
+            reason = f"{healing.because(str(why))} {self.position.journal.memory.lost}".rstrip()
+            event: Recovered | NotRecovered = NotRecovered(reason)
         else:
             event = Recovered({slot: healing.because(what) for slot, what in found.mismatches.items()})
         self.refuse_if_closed("collect", None if found is None else found.channel)
