@@ -135,6 +135,10 @@ class RelayChannel(Channel):
             self._bell.ring()
         return ended
 
+    def has_ended(self) -> bool:
+        """Tell whether the relay has told how the process ended."""
+        return self._gone is not None
+
     def prefer(self, core: int | None, *, sharing: int) -> None:
         """Do nothing: the cores are the node's, and its relay asks too seldom for a worker to look for requests."""
 

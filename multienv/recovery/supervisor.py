@@ -1378,11 +1378,13 @@ class Supervisor:
         """Return counters and state at this moment."""
         channel, state = self.channel, self.state
         words = None if channel is None else channel.segment
-        alive = state.process in (Process.BUILDING, Process.READY) and channel is not None
+        alive = channel if state.process in (Process.BUILDING, Process.READY) else None
+        if alive is not None and alive.has_ended():
+            alive = None
         return self.reporter.statistics(
             state=name_of(state, started=self.recoverer.description is not None),
-            pid=channel.pid if alive and channel is not None else None,
-            rss=memory_of(channel) if alive and channel is not None else None,
+            pid=None if alive is None else alive.pid,
+            rss=None if alive is None else memory_of(alive),
             restarts=self.recoverer.restarts,
             step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
             journal_bytes=len(self.position.journal),
