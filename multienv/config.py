@@ -164,7 +164,8 @@ class RestartPolicy(Named):
         on_crash: What to do if the process died, or sent a reply that cannot be decoded: one of these three.
         on_timeout: What to do if a deadline passed: one of these three.
         on_error: What to do if the env raised an exception in ``step()``; its process is alive. ``"raise"``, or
-            ``"truncate"`` to end the env's episode at this step and log the traceback.
+            ``"truncate"`` to end the env's episode at this step and log the traceback. The step is not tried again,
+            even if it raised by chance.
         accept: Which recoveries are taken, if the action is ``"replay"``. ``"exact"``: only those that go on from a
             forked copy of the lost process, or repeat all that happened since the env was built; an episode that can
             only be repeated from a reset is truncated. ``"replayed"``: those from a reset too, if at least one whole

@@ -44,6 +44,7 @@ import _thread
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -122,6 +123,20 @@ def shielded(function: Function) -> Function:
     """Mark a function in which KeyboardInterrupt is not raised, not even where it waits: it does not take long."""
     _shielded.add(function.__code__)
     return function
+
+
+def finalizer(release: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Return a ``__del__`` that does nothing while the interpreter ends, when the names in modules may be gone already.
+
+    All processes have ended by then: the launcher has ended them at exit.
+    """
+    is_finalizing = sys.is_finalizing
+
+    def __del__(self: Any) -> None:  # noqa: N807 - may_raise() knows finalizers by this name
+        if not is_finalizing():
+            release(self)
+
+    return __del__
 
 
 @interruptible

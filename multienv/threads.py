@@ -19,7 +19,7 @@ from itertools import chain, starmap
 from typing import Any
 
 from multienv.errors import MultienvError
-from multienv.interrupts import interruptible
+from multienv.interrupts import finalizer, interruptible
 
 if sys.version_info >= (3, 14) and sys.implementation.name == "cpython":
 
@@ -105,6 +105,7 @@ class Bell:
         with contextlib.suppress(BlockingIOError):  # it was not rung
             os.read(self._pipes[0][0], 4096)
 
+    @finalizer
     def __del__(self) -> None:
         # One call into C, as above. There may be none: an interruption may have come before.
         deque(map(os.close, chain.from_iterable(self.__dict__.get("_pipes", ()))), 0)

@@ -143,6 +143,7 @@ class Patient:
         steps: How many it has taken in all workers.
         crashed, hung: How often the env itself crashed or hung; the doctor's own strikes do not count.
         last_loss: The last such loss of a worker that was left alone.
+        stack: Where it crashed or hung last, if that is known.
         is_doomed: Whether it crashed in the same step each time: then it crashes in each replay, too.
         obstacle: Why the env has no snapshots, or ``""``.
         began: When the examination began.
@@ -171,6 +172,7 @@ class Patient:
     crashed: int = 0
     hung: int = 0
     last_loss: WorkerLostError | None = None
+    stack: str = ""
     is_doomed: bool = False
     obstacle: str = ""
     began: float = field(default_factory=time.monotonic)
@@ -207,6 +209,7 @@ class Patient:
         is_hung = isinstance(loss, WorkerHungError) or (isinstance(loss, Loss) and loss.cause == "hung")
         self.hung += is_hung
         self.crashed += not is_hung
+        self.stack = foreign_frames(loss.stack) or self.stack
         if isinstance(loss, WorkerLostError):
             self.last_loss = loss.with_traceback(None)
 

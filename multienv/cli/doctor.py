@@ -69,7 +69,9 @@ def doctor(
         print(json.dumps(document, indent=1))
     else:
         work.show_printed(plain_console())
-        _conclude(plain_console(), verdict, code, patient)
+        frames = patient.stack.rpartition("(most recent call first):")[2]
+        is_shown = any(frames in row.detail for row in rows)
+        _conclude(plain_console(), verdict, code, patient, "" if is_shown else patient.stack)
     raise typer.Exit({"recoverable": 0, "truncates": 1, "unknown": 1, "broken": 2}[verdict])
 
 
@@ -82,11 +84,15 @@ def _show(console: Console, row: Row) -> None:
             line.rstrip()
             console.print(head + line, soft_wrap=True)
             head = Text(" " * len(head))
-    for detail in row.detail.splitlines():
-        console.print(Text(f"    {detail}", "dim"), soft_wrap=True)
+    _show_detail(console, row.detail)
 
 
-def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient) -> None:
+def _show_detail(console: Console, detail: str) -> None:
+    for line in detail.splitlines():
+        console.print(Text(f"    {line}", "dim"), soft_wrap=True)
+
+
+def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient, stack: str) -> None:
     console.print()
     if verdict == "broken":
         console.print("Broken: multienv cannot run this env as it is.", style="red")
@@ -94,6 +100,7 @@ def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient
     if patient.own_faults:
         cost = "is recovered, and costs time" if verdict == "recoverable" else "costs time, and may end an episode"
         console.print(f"The env itself {patient.own_faults} during the examination; each loss {cost}.", style="yellow")
+        _show_detail(console, stack)
     if verdict == "recoverable":
         provided = ", if the env begins anew at each reset, which is not known" if patient.may_remember else ""
         conclusion = f"Recoverable{provided}: your training loop does not notice a lost worker. Use"

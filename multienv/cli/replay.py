@@ -137,10 +137,8 @@ def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any]
         return
     run.build()
     if run.length:
-        text = (
-            f"Running the {run.length:,} requests that came before. If this process ends here, a fault has struck by "
-        )
-        say(f"{text}chance: run it again.", before=run.length)
+        text = f"Running the {run.length:,} requests that came before. If this process ends or hangs here, a fault has"
+        say(f"{text} struck by chance: run it again.", before=run.length)
         sys.stdout.flush()
     with Console(stderr=True).status(f"running {run.length} requests ..."):
         differences = run.run()

@@ -17,7 +17,7 @@ from multienv.cluster import frames
 from multienv.cluster.frames import Frame
 from multienv.cluster.relay import TOLD
 from multienv.events import LossCause
-from multienv.interrupts import interruptible, shielded
+from multienv.interrupts import finalizer, interruptible, shielded
 from multienv.processes.channel import LONGEST_SLEEP, Channel, Fate, Gone
 from multienv.threads import Bell
 from multienv.wire.actions import PICKLED
@@ -135,6 +135,10 @@ class RelayChannel(Channel):
             self._bell.ring()
         return ended
 
+    def has_ended(self) -> bool:
+        """Tell whether the relay has told how the process ended."""
+        return self._gone is not None
+
     def prefer(self, core: int | None, *, sharing: int) -> None:
         """Do nothing: the cores are the node's, and its relay asks too seldom for a worker to look for requests."""
 
@@ -241,6 +245,7 @@ class RelayChannel(Channel):
         if not keep_memory:
             self.segment.unmap()
 
+    @finalizer
     def __del__(self) -> None:
         """Release a process whose channel was not closed."""
         if "name" in self.__dict__:

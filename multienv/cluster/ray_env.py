@@ -20,6 +20,7 @@ from multienv.envs.building import (
     listed_env_fns,
 )
 from multienv.envs.subprocess_env import SupervisedEnv, built_envs
+from multienv.interrupts import finalizer
 from multienv.processes.launcher import Preload, method_of
 from multienv.recovery.supervisor import abandon_all
 from multienv.wire.messages import Setting
@@ -103,6 +104,7 @@ class RayEnv(SupervisedEnv):
         super().close()
         self._fleet.wait(CLOSE_PATIENCE)
 
+    @finalizer
     def __del__(self) -> None:
         """Release the process, which ends by itself, if close() was not called."""
         if "_supervisor" in self.__dict__:

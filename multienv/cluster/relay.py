@@ -21,6 +21,7 @@ from multienv.cluster import frames
 from multienv.cluster.frames import Frame
 from multienv.processes.channel import Channel, Gone, wait_any
 from multienv.processes.launcher import Launch
+from multienv.processes.worker_process import crowd_seconds
 from multienv.recovery.reporter import resident_bytes
 from multienv.threads import Bell
 from multienv.wire.banks import HEAD, STEPPED, BankLayout
@@ -256,7 +257,7 @@ class Relay:
             channel, worker.is_ending = worker.channel, True
 
             def close() -> Frame:
-                channel.close(seconds)
+                channel.close(seconds + crowd_seconds())
                 return self._ended(name, worker, Gone("died"))
 
             self._aside(close)

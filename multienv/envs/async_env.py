@@ -19,6 +19,7 @@ from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
 from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeout, rebuilt
 from multienv.events import Event, Hook, Statistics, call_hooks
+from multienv.interrupts import finalizer
 from multienv.threads import Pool, Task
 from multienv.wire.actions import own_copy
 from multienv.wire.codecs import Transition
@@ -100,6 +101,7 @@ class AsyncEnv:
         """Close the env."""
         await self.close()
 
+    @finalizer
     def __del__(self) -> None:
         """End a call that is still being made, if close() was not called; an env that is idle lets go by itself."""
         call = self.__dict__.get("_call")

@@ -26,6 +26,7 @@ from multienv.envs.calls import Calls, call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 from multienv.events import Hook, Statistics
+from multienv.interrupts import finalizer
 from multienv.recovery.rollouts import RolloutReply
 from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor, abandon_all, close_together
@@ -436,6 +437,7 @@ class SubprocessEnv(SupervisedEnv):
         super().__init__(Workers(Processes, **options).make(fns, env_index, exact=True))
         spread([self._supervisor])
 
+    @finalizer
     def __del__(self) -> None:
         """Release the process, which closes its env and ends by itself, if close() was not called.
 

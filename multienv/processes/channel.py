@@ -164,6 +164,10 @@ class Channel(ABC):
     def attend(self) -> bool:
         """Read all that waits in the descriptors; return whether the process has ended, or the channel is closed."""
 
+    def has_ended(self) -> bool:
+        """Tell whether the end of the process has been reported; reads nothing that a wait needs."""
+        return False
+
     def prefer(self, core: int | None, *, sharing: int) -> None:
         """Set the core to run on while steps are short, and how many workers share one; 0: do not look for requests."""
         words = self.segment.words

@@ -32,6 +32,7 @@ from itertools import count
 from typing import Any
 
 from multienv.errors import ClosedError, UsageError
+from multienv.interrupts import finalizer
 from multienv.processes.channel import Fate, SystemErrors
 from multienv.processes.endings import end_all
 from multienv.processes.environment import (
@@ -136,6 +137,7 @@ class Preload:
         finally:
             os.close(descriptor)
 
+    @finalizer
     def __del__(self) -> None:
         """Tell the monitor that no worker needs it any more."""
         _send_at_once(Order(DROP, token=self.token))

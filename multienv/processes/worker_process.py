@@ -307,7 +307,7 @@ class ProcessChannel(Channel):
         """Wait up to ``timeout`` seconds for the end of the process, else kill it; then release."""
         is_cut = False
         if self._gone is None and not self._is_released:
-            fate = self._learn(timeout + crowd_seconds())
+            fate = self._learn(timeout)
             if fate is None:
                 is_cut = self.give_up()
                 self.kill()
@@ -369,8 +369,10 @@ class ProcessChannel(Channel):
 
     def __del__(self) -> None:
         """Release a process whose channel was not closed."""
-        with contextlib.suppress(AttributeError):  # its making failed half way
+        try:  # noqa: SIM105 - contextlib may be gone already
             self.release()
+        except (AttributeError, TypeError):  # its making failed half way; or the interpreter ends, and names are gone
+            pass
 
 
 def crowd_seconds() -> float:

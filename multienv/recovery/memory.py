@@ -24,6 +24,11 @@ class MemoryAcrossResets:
             return "This env carries memory across resets: a replay that begins at a reset may go on otherwise."
         return "An env that remembers something from before the reset where its replay began may go on otherwise."
 
+    @property
+    def lost(self) -> str:
+        """Return what is lost when new envs replace old ones; ``""`` if no memory is known."""
+        return "What the env remembered from earlier episodes is lost." if self.has_shown else ""
+
     def note(self, env: str, what: str) -> None:
         """Note that a replay from a reset differs; log a warning the first time.
 
@@ -51,9 +56,7 @@ class MemoryAcrossResets:
             env: Names the env.
             why: The limit that was reached, in words.
         """
-        if not self.has_shown:
-            return ""
-        if not self._is_loss_logged:
+        if self.has_shown and not self._is_loss_logged:
             self._is_loss_logged = True
             logger.warning(
                 "%s: its process is replaced, %s, by one with new envs. What the env remembers from earlier episodes "
@@ -63,4 +66,4 @@ class MemoryAcrossResets:
                 env,
                 why,
             )
-        return "What the env remembered from earlier episodes is lost."
+        return self.lost

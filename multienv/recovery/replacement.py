@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from multienv import interrupts
 from multienv.errors import MultienvError
 from multienv.processes.channel import Channel
+from multienv.processes.worker_process import crowd_seconds
 from multienv.recovery.journal import Plan
 from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
@@ -144,7 +145,8 @@ class Replacer:
         if ends_first:
             worker.stand_lost()  # from here on an exception leaves it so
             limit = worker.deadlines.close
-            worker.ask_to_end(worker.channel, limit, time.monotonic() + limit, keep_memory=True)
+            until = time.monotonic() + limit + crowd_seconds()
+            worker.ask_to_end(worker.channel, limit, until, keep_memory=True)
         replacement = _replaced(worker.recoverer, position, generators, is_optional=not ends_first)
         process, progress, reason = replacement.channel, replacement.progress, replacement.reason
         worker.refuse_if_closed("step", process)

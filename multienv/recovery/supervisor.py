@@ -37,6 +37,7 @@ from multienv.errors import (
 from multienv.events import Hook, Loss, Outcome, Statistics
 from multienv.processes.channel import Channel, Fate, Gone, SystemErrors
 from multienv.processes.endings import BUSY_PATIENCE, Cut, let_go, log_cuts
+from multienv.processes.worker_process import crowd_seconds
 from multienv.recovery.answers import Answers, Read, call_answer, unreadable
 from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
 from multienv.recovery.deadlines import RequestDeadlines
@@ -149,14 +150,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_refuse_in_child)
 
 
-def abandon_all(workers: Iterable[Supervisor], is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    """Release workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers.
-
-    While the interpreter ends, the names in modules may be gone already (hence ``is_finalizing``), and so are all
-    processes: the launcher has ended them at exit.
-    """
-    if not is_finalizing():
-        let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
+def abandon_all(workers: Iterable[Supervisor]) -> None:
+    """Release workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers."""
+    let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
 
 
 def close_together(workers: Collection[Supervisor], calls: Iterable[Callable[[], Any]]) -> None:
@@ -725,7 +721,8 @@ class Supervisor:
             return self._happen(BudgetSpent())
         except Unrecoverable as why:
             self.drop()  # there may be one that an earlier try has adopted
-            event: Recovered | NotRecovered = NotRecovered(healing.because(str(why)))
+            reason = f"{healing.because(str(why))} {self.position.journal.memory.lost}".rstrip()
+            event: Recovered | NotRecovered = NotRecovered(reason)
         else:
             event = Recovered({slot: healing.because(what) for slot, what in found.mismatches.items()})
         self.refuse_if_closed("collect", None if found is None else found.channel)
@@ -1289,6 +1286,7 @@ class Supervisor:
         self._closed = True
         self.recoverer.close()
         limit = self.deadlines.close if patience is None else min(self.deadlines.close, max(0.0, patience))
+        spare = crowd_seconds() if limit == self.deadlines.close else 0.0  # a timeout of the caller's is kept
         mine = self.lock._is_owned()  # type: ignore[attr-defined]
         try:
             if mine or not self.lock.acquire(blocking=False):
@@ -1299,7 +1297,7 @@ class Supervisor:
                 if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
                     self.reporter.events.append((self._let_go, None))  # when that call is done
                     return
-            self._end(limit)  # again does nothing, unless it was interrupted
+            self._end(limit, time.monotonic() + limit + spare)  # again does nothing, unless it was interrupted
             unlogged = self.reporter.unlogged()
             if unlogged:
                 beside(partial(_warn, unlogged), _SOON)
@@ -1311,13 +1309,12 @@ class Supervisor:
                 except RuntimeError:
                     pass
 
-    def _end(self, limit: float) -> None:
+    def _end(self, limit: float, until: float) -> None:
         """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
         channel, state, number = self.channel, self.state, self.position.number + 1
         self.note_closed()
         if channel is None or state.process is Process.NONE:
             return
-        until = time.monotonic() + limit
         try:
             is_idle = state.process is Process.READY and limit > 0
             if is_idle and state.request is not None:  # answered first, for nobody
@@ -1381,11 +1378,13 @@ class Supervisor:
         """Return counters and state at this moment."""
         channel, state = self.channel, self.state
         words = None if channel is None else channel.segment
-        alive = state.process in (Process.BUILDING, Process.READY) and channel is not None
+        alive = channel if state.process in (Process.BUILDING, Process.READY) else None
+        if alive is not None and alive.has_ended():
+            alive = None
         return self.reporter.statistics(
             state=name_of(state, started=self.recoverer.description is not None),
-            pid=channel.pid if alive and channel is not None else None,
-            rss=memory_of(channel) if alive and channel is not None else None,
+            pid=None if alive is None else alive.pid,
+            rss=None if alive is None else memory_of(alive),
             restarts=self.recoverer.restarts,
             step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
             journal_bytes=len(self.position.journal),

@@ -424,7 +424,7 @@ class Rows:
         """Return the observation of one slot of a worker."""
         if not self._has_rows:
             return listed_observations(reply)[slot]
-        return nested(self._space, [row_of(leaf, slot) for leaf in reply.leaves])
+        return row_of(self._space, reply.leaves, slot)
 
 
 def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsReply], list[Any], int], Any]:

@@ -1009,6 +1009,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Return counters and state of each worker. A step of the batch counts as one step of each worker."""
         return [self._pace.add_seconds(worker.statistics()) for worker in self._workers]
 
+    @interrupts.finalizer
     def __del__(self) -> None:
         """Release the processes, which close their envs and end by themselves, if close() was not called."""
         abandon_all(self.__dict__.get("_workers", ()))
@@ -1017,7 +1018,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Ask the workers to end, and kill them after ``Deadlines.close`` seconds. A second call does nothing.
 
         Args:
-            timeout: Seconds to wait for the workers, if that is less.
+            timeout: Seconds to wait for the workers, if that is less than ``Deadlines.close``.
             terminate: Kill the workers without asking.
             **kwargs: Ignored, as in gymnasium.
 

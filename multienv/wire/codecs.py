@@ -22,7 +22,7 @@ from multienv.wire.banks import LENGTH, PICKLED_AT, BankLayout
 from multienv.wire.infos import Extras, numbers_in
 from multienv.wire.layout import layout_of
 from multienv.wire.messages import Description
-from multienv.wire.rows import Array, has_rows, leaf_arrays, nested, row_bytes, row_of
+from multienv.wire.rows import Array, has_rows, leaf_arrays, row_bytes, row_of
 from multienv.wire.segment import REPLY_PAYLOAD, Segment
 
 # The reward of a single env keeps its type, by a tag in the head. A float64 holds integers exactly up to 2**53; what
@@ -218,4 +218,4 @@ class Codec:
 
     def row(self, segment: Segment, number: int, slot: int) -> Any:
         """Return a copy of one slot's observation in the reply to ``number``."""
-        return row_of(nested(self.space, leaf_arrays(self.space, segment.banks[number & 1])), slot)
+        return row_of(self.space, leaf_arrays(self.space, segment.banks[number & 1]), slot)

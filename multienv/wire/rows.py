@@ -92,14 +92,11 @@ def stacked(space: Any, values: Sequence[Any]) -> Any:
     return list(values)
 
 
-def row_of(tree: Any, row: int) -> Any:
-    """Return a copy of one row of nested arrays, in the type its space has."""
-    if isinstance(tree, dict):
-        return {key: row_of(member, row) for key, member in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(row_of(member, row) for member in tree)
-    value = tree[row]
-    return value.copy() if isinstance(value, np.ndarray) else value
+def row_of(space: Any, leaves: Iterable[Array], row: int) -> Any:
+    """Return a copy of one row of the leaves, in the type its space has: of a Box it is always an array."""
+    members = zip(leaf_spaces(space), leaves, strict=True)
+    copies = [leaf[row] if type(one) is spaces.Discrete else leaf[row, ...].copy() for one, leaf in members]
+    return nested(space, copies)
 
 
 def row_writer(tree: Any) -> WriteRow:

@@ -13,6 +13,7 @@ import os
 import weakref
 import zlib
 
+from multienv.interrupts import finalizer
 from multienv.wire.segment import anonymous_file
 
 # What the kernel's lists of descriptors and mappings call it; a segment has another name.
@@ -84,6 +85,7 @@ class SharedFile:
         if descriptor >= 0:
             os.close(descriptor)
 
+    @finalizer
     def __del__(self) -> None:
         if "descriptor" in self.__dict__:  # else it could not be made
             self.close()

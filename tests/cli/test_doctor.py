@@ -213,6 +213,15 @@ def test_a_check_that_the_env_itself_spoils_by_chance_is_tried_once_more(
 
 
 @pytest.mark.usefixtures("in_short")
+def test_stack_of_a_hang_that_no_check_shows_is_printed_in_the_end(tmp_path: Path) -> None:
+    arguments = json.dumps({"directory": str(tmp_path), "first": 3, "times": 1, "hangs": True})
+    result, _ = run("doctor", f"{ODD_ENVS}:Doomed", "--step-deadline", "0.3", "--env-kwargs", arguments)
+    _, _, conclusion = result.stdout.partition("The env itself hung once during the examination")
+    line = 1 + ODD_ENVS.read_text().splitlines().index("                time.sleep(60)")
+    assert f'odd_envs.py", line {line} in step' in conclusion
+
+
+@pytest.mark.usefixtures("in_short")
 def test_snapshots_of_a_large_process_are_recommended_rarely(tmp_path: Path) -> None:
     """A fork of 300 MiB takes as long as hundreds of these steps."""
     told = doomed(tmp_path, first=3, times=1, ballast=300)
@@ -268,7 +277,8 @@ def test_packages_that_are_slow_to_import_are_preloaded_if_that_is_measured_to_h
 def test_the_conclusion_says_that_the_env_itself_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.steps, checks.repeats, checks.replays])
     for first, said in {
-        3: r"The env itself crashed once during the examination; each loss is recovered, and costs time\.\nRecoverable: ",
+        3: r"The env itself crashed once during the examination; each loss is recovered, and costs time\.\n"
+        r"(    .*\n)+Recoverable: ",
         4: r"The env itself crashed \d+ times during the examination; each loss costs time, and may end an episode\.\n"
         r"Not known to be recoverable: expect that a lost worker ends its episode\.\n",
     }.items():

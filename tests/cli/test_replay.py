@@ -174,7 +174,7 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "('counted', 3, 3)" in result.stdout
     assert re.search(
-        r"^Running the \d+ requests that came before\. If this process ends here, a fault has struck by chance: run it again\.$",
+        r"^Running the \d+ requests that came before\. If this process ends or hangs here, a fault has struck by chance: run it again\.$",
         result.stdout,
         re.MULTILINE,
     )

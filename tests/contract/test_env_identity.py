@@ -26,7 +26,8 @@ from kit import (
     kill_worker,
     rollout,
 )
-from multienv import SerialEnv, SubprocessEnv
+from kit.trainer_process import becomes_true
+from multienv import SerialEnv, SubprocessEnv, flat_statistics
 from multienv.errors import UsageError
 
 FACES = [SubprocessEnv, SerialEnv]
@@ -265,6 +266,18 @@ def test_statistics_follow_its_life():
     assert env.statistics().pid is None
     with pytest.raises(AttributeError):
         now.steps = 5  # type: ignore[misc]
+
+
+def test_statistics_do_not_name_a_process_that_has_died_between_two_calls() -> None:
+    with SubprocessEnv(CounterEnv).initialize() as env:
+        env.reset(seed=0)
+        kill_worker(env)
+        assert becomes_true(lambda: env.statistics().pid is None)
+        assert env.statistics().rss is None
+        assert flat_statistics(env.statistics())["workers"] == 0
+        env.step(1)
+        assert env.statistics().pid
+        assert env.statistics().exact_recoveries == 1
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 from contract_envs import Port
+from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from kit import (
@@ -28,6 +29,7 @@ from kit import (
 from kit.gates import GateEnv
 from kit.process_table import is_alive
 from kit.side_by_side import run_side_by_side
+from kit.space_env import SpaceEnv
 from kit.trainer_process import becomes_true
 from multienv import (
     Deadlines,
@@ -214,6 +216,15 @@ def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end(tmp_
         assert (observations[0][0], infos["final_obs"][0][0]) == (0, 4)
         assert terminated.tolist() == [True]
         assert rewards[0] != 0.0
+
+
+def test_final_observation_of_a_box_without_dimensions_is_an_array_as_in_gymnasium() -> None:
+    env_fn = partial(SpaceEnv, observation_space=Box(-1.0, 1.0, ()), horizon=1)
+    policy = RestartPolicy(recycle_after_episodes=1000)
+    with SubprocessVectorEnv([env_fn], autoreset_mode="SAME_STEP", restart=policy) as envs:
+        envs.reset(seed=5)
+        *_, infos = envs.step(np.array([1]))
+        assert type(infos["final_obs"][0]) is np.ndarray
 
 
 def test_a_reset_that_ends_processes_loses_nothing_between_two_requests_of_same_step() -> None:

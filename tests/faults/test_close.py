@@ -45,6 +45,7 @@ from multienv import (
     create_subprocess_envs,
 )
 from multienv.errors import ClosedError, WorkerLostError
+from multienv.processes import worker_process
 
 pytestmark = pytest.mark.usefixtures("monitor_stays")
 # close() asks for this long, then kills: stack (none), SIGTERM and SIGKILL within a second; doubled for a slow machine.
@@ -313,6 +314,16 @@ def test_close_of_many_workers_has_time_for_the_ends_of_all_of_them(tmp_path: Pa
     assert [path for path in tmp_path.iterdir() if not path.suffix]
 
 
+def test_timeout_of_close_is_not_lengthened_for_the_ends_of_many_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "_END_SECONDS", 10.0)
+    envs = open_saving("vector", str(tmp_path / "saved"), 60, PATIENT)
+    began = time.monotonic()
+    envs.close(timeout=0.5)
+    assert time.monotonic() - began < 15.0  # not 40 s
+
+
 def test_terminated_envs_are_not_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     envs = open_saving("vector", str(tmp_path / "saved"), 60, PATIENT)
     envs.close(terminate=True)  # the caller wants it so
@@ -353,6 +364,29 @@ def test_envs_that_outlive_the_main_script_are_let_go_of_in_silence(end: str) ->
         "    one, several = SubprocessEnv(make).initialize(), SubprocessVectorEnv([make] * 2)\n"
         "    for env in (one, several): env.reset(seed=0)\n"
         f"    {end}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, timeout=30, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+def test_finalizers_that_run_when_names_in_modules_are_gone_are_silent() -> None:
+    """An error handler of codecs keeps all modules alive, so the interpreter sets their names to None.
+
+    It begins with those imported last: ``json`` has its names, and so the envs, when the package has lost its own.
+    """
+    script = (
+        "import codecs, json, sys\n"
+        "import gymnasium, numpy\n"
+        "from multienv import AsyncEnv, MultiEnv, SubprocessVectorEnv, create_subprocess_envs\n"
+        "large = numpy.zeros(100_000)\n"
+        "make = lambda: gymnasium.make('CartPole-v1', sutton_barto_reward=bool(large[0]))\n"
+        "batch = SubprocessVectorEnv([make] * 2, preload=['json'])\n"
+        "several = MultiEnv(create_subprocess_envs([make] * 2))\n"
+        "for envs in (batch, several): envs.reset(seed=0)\n"
+        "batch.send(numpy.zeros(2, int))\n"
+        "batch.recv(1)\n"
+        "json.kept = batch, several, AsyncEnv(make)\n"
+        "codecs.register_error('kept', lambda error, modules=list(sys.modules.values()): None)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, timeout=30, capture_output=True, text=True)
     assert done.stderr == ""

@@ -145,7 +145,8 @@ class Face:
 
     def signal(self, number: signal.Signals = signal.SIGKILL, worker: int = 0) -> int:
         """Send a signal to a worker, and see that a deadly one ends it; return its pid."""
-        pid = self.pids()[worker]
+        pid = self.statistics()[worker].pid
+        assert pid, "it has ended already"
         os.kill(pid, number)
         while number == signal.SIGKILL and is_alive(pid):
             time.sleep(0.001)

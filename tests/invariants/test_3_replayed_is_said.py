@@ -249,6 +249,14 @@ def test_memory_that_has_shown_in_one_worker_is_known_to_all_of_its_batch(kind: 
     assert "env 0" in warnings[0].getMessage()
 
 
+def test_truncation_says_that_a_known_memory_is_lost(dear: None) -> None:
+    """No replay from a reset leads back, and the construction lies too far back."""
+    play = Play(partial(MemoryEnv, 20), restart=RestartPolicy(journal_limit=3000, **NO_SNAPSHOTS))
+    play.walk(90, kills=[85]).close()
+    assert play.outcomes() == ["truncated"]
+    assert play.truncated[0].endswith(". What the env remembered from earlier episodes is lost.")
+
+
 def test_recycling_of_an_env_with_a_memory_waits_for_a_reset(dear: None, caplog: Any) -> None:
     play = Play(partial(MemoryEnv, 20, horizon=200), restart=RestartPolicy(recycle_after_steps=64, **NO_SNAPSHOTS))
     while "carries memory across resets" not in caplog.text:  # the construction is tried next, and leads back

@@ -393,7 +393,7 @@ MUTANTS = [
         "A memory that new envs do not have is lost in silence.",
         3,
         "recovery/memory.py",
-        "        if not self._is_loss_logged:\n",
+        "        if self.has_shown and not self._is_loss_logged:\n",
         "        if False:\n",
         REPLAYED,
     ),
