@@ -14,7 +14,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from multienv.asking.members import Members, is_asked
+from multienv.asking.members import Members, StepOfSome, is_asked
 from multienv.processes.channel import LONGEST_SLEEP
 from multienv.processes.watch import Watch
 from multienv.recovery import hot_path
@@ -199,7 +199,7 @@ class Endless:
     ) -> None:
         self.requests.update(requests)
         if contents is None or members.blocking:
-            steps = [member for member, request in requests.items() if request.name == "step"]
+            steps = [member for member, one in requests.items() if one[0] == "step" and type(one[1]) is not StepOfSome]
             plain = [member for member in steps if member not in members.blocking]
             contents = [requests[member].content for member in plain]
             for member in requests.keys() - set(plain):

@@ -105,10 +105,13 @@ class Answers:
         """Return the reply as bytes. Nothing is unpickled, so nothing can raise."""
         return Read(number, *payload_of(segment, number), self._position.seen, self._position.pickled_rows)
 
-    def step(self, segment: Segment, read: Read, skipped: Skipped) -> RowsReply | Transition | Exception:
+    def step(
+        self, segment: Segment, read: Read, skipped: Skipped, left_alone: Iterable[int] = ()
+    ) -> RowsReply | Transition | Exception:
         """Return what a reply to a step shows: rows, those of skipped slots as honest truncations, or a transition.
 
-        An exception is what a single env raised; or nothing was stepped, because actions cannot be unpickled there.
+        The rows of slots that were left alone, and their flags, are what the caller saw last. An exception is what a
+        single env raised; or nothing was stepped, because actions cannot be unpickled there.
         """
         bank, exact = segment.banks[read.number & 1], self._codec.exact
         if bank.view[2] == FAILED:
@@ -129,6 +132,11 @@ class Answers:
             if not self._same_step:
                 infos[slot] = final_info
             reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True
+        for slot in left_alone:
+            self._show_again(segment, slot, reply)
+            before = segment.banks[self._position.seen & 1]
+            bank.terminated[slot], bank.truncated[slot] = before.terminated[slot], before.truncated[slot]
+            bank.failed[slot] = before.failed[slot]
         self._finish(segment, read, reply, extras, infos)
         return reply
 

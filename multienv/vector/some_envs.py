@@ -12,6 +12,7 @@ from typing import Any
 from gymnasium.vector import VectorEnv
 
 from multienv.asking.endless import Endless, NamedRequest, Result, Taken, results_of
+from multienv.asking.members import StepOfSome
 from multienv.vector.batching import Array, Rows, joined, listed_observations
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
@@ -19,7 +20,7 @@ from multienv.wire.messages import Reset
 
 
 class SharedWorkers:
-    """Has each worker be asked for all its envs at once: to reset some, or to step all once each has its action.
+    """Has each worker be asked for several of its envs at once: to reset some, or to step those that have an action.
 
     What is given for an env is the batch of its action alone, or seed and options of its reset.
 
@@ -40,7 +41,7 @@ class SharedWorkers:
         return self._members[env]
 
     def due(self, member: int, given: Mapping[int, NamedRequest]) -> NamedRequest | None:
-        """Return the request to a worker that is free; ``None`` if there is none, or an env lacks its action."""
+        """Return the request to a worker that is free; ``None`` if there is none."""
         envs = self._envs[member]
         first = given.get(envs.start)
         if len(envs) == 1 and (first is None or first.name == "step"):
@@ -52,12 +53,20 @@ class SharedWorkers:
             touched = tuple(one is not None for one in resets)
             return NamedRequest("reset", Reset(seeds, options, None if all(touched) else touched))
         actions = [one.content for one in found if one is not None]
-        return NamedRequest("step", joined(self._space, actions)) if len(actions) == len(envs) else None
+        if not actions:
+            return None
+        if len(actions) == len(envs):
+            return NamedRequest("step", joined(self._space, actions))
+        # The others need an action too, which nobody looks at, for the batch to be whole.
+        actions = [actions[0] if one is None else one.content for one in found]
+        touched = tuple(one is not None for one in found)
+        return NamedRequest("step", StepOfSome(joined(self._space, actions), touched))
 
     def envs(self, member: int, request: NamedRequest) -> Iterable[int]:
         """Return the envs of a worker that a request concerns."""
         envs, message = self._envs[member], request.content
-        return envs if request.name == "step" else [env for slot, env in enumerate(envs) if message.touches(slot)]
+        is_whole = request.name == "step" and not isinstance(message, StepOfSome)
+        return envs if is_whole else [env for slot, env in enumerate(envs) if message.touches(slot)]
 
     def results(self, current: Endless) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env."""
