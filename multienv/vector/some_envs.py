@@ -89,15 +89,16 @@ class SharedWorkers:
         touched, start = self.envs(member, request), self._envs[member].start
         if result.error is not None:
             return [(env, result) for env in touched]
-        replies, errors = _one_each(result.answer), result.answer.errors
-        return [(env, Result(result.name, replies[env - start], errors.get(env - start))) for env in touched]
+        slots, errors = [env - start for env in touched], result.answer.errors
+        replies = zip(touched, slots, _one_each(result.answer, slots), strict=True)
+        return [(env, Result(result.name, reply, errors.get(slot))) for env, slot, reply in replies]
 
 
-def _one_each(reply: RowsReply) -> list[RowsReply]:
-    """Return a reply for each slot, in memory of its own."""
+def _one_each(reply: RowsReply, slots: Iterable[int]) -> list[RowsReply]:
+    """Return a reply for each of these slots, in memory of its own."""
     infos = {} if reply.extras is None else dict(reply.extras.infos)
     found = []
-    for slot in range(len(reply.rewards)):
+    for slot in slots:
         row = slice(slot, slot + 1)
         rewards, terminated, truncated = (one[row].copy() for one in (reply.rewards, reply.terminated, reply.truncated))
         listed = listed_observations(reply)

@@ -209,3 +209,25 @@ def test_an_error_tells_the_step_of_the_episode_of_its_own_env() -> None:
         with pytest.raises(EnvsFailedError) as caught:
             envs.recv()
         assert {env: error.step for env, error in caught.value.failures.items()} == {0: 4, 1: 2, 3: 0}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_an_env_whose_reset_ends_its_process_goes_on_in_a_new_one_though_the_other_is_stepped_meanwhile(
+    mode: str,
+) -> None:
+    ends_at_reset = partial(FaultyEnv, fault=Fault("exit", "reset", at=2), horizon=4, count_episodes=False)
+    env_fns = [ends_at_reset, partial(CounterEnv, horizon=4, count_episodes=False)]
+    with SubprocessVectorEnv(
+        env_fns, envs_per_worker=2, autoreset_mode=mode, restart=RestartPolicy(backoff=0.0)
+    ) as envs:
+        envs.reset(seed=5)
+        lost: list[int] = []
+        for step in range(24):
+            for env in (0, 1):
+                envs.send(np.array([1]), [env])
+                *_, truncations, _, _ = envs.recv()
+                assert not (env and truncations[0])
+                lost += [step] * int(truncations[0])
+        assert np.diff(lost).min() >= 4
+        assert len(lost) >= 4
+        assert envs.statistics()[0].losses <= 4 * len(lost)
