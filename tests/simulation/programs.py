@@ -364,7 +364,8 @@ class Run:
             self._do_reset(None, ended)
         began, struck = self.simulation.now - self._waited, len(self.simulation.struck)
         getattr(self, f"_do_{op[0]}")(*op[1:])
-        self._struck = struck
+        if op[0] != "some":  # which may ask nothing of a worker
+            self._struck = struck
         if len(self.simulation.struck) > struck:
             limit = self.constants.step_limit(STEP_LIMIT) * (op[2] if op[0] == "roll" else 1)
             took = self.simulation.now - self._waited - began
