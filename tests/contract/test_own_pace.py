@@ -667,7 +667,7 @@ def test_recv_and_reset_in_a_signal_handler_inside_of_recv_are_refused_and_the_o
 
 
 @pytest.mark.parametrize("call", ["send", "recv"])
-@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+@pytest.mark.parametrize("face", [*EACH_BY_ITSELF, shared])
 def test_a_signal_handler_that_sends_at_any_place_of_a_call_is_served_or_refused(face: Any, call: str) -> None:
     ledgers, taken = [Ledger(horizon=None) for _ in range(3)], list[str]()
 
