@@ -203,8 +203,8 @@ class Pending:
             self.arm()
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
-            leaves_some = request.is_plain_step and request.touched is not None
-            flag = SKIPPED if state.skipped or leaves_some else 0
+            alone = request.left_alone
+            flag = SKIPPED if state.skipped or alone else 0
             if request.is_plain_step:
                 bank.view[1] = bank.view[1] & ~SKIPPED | flag
             else:
@@ -213,9 +213,8 @@ class Pending:
                 else:
                     segment.write_request_payload(number, self.payload)
                     HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & U32, 0)
-            bank.skipped[:] = (
-                [0 if request.touches(slot) else LEFT_ALONE for slot in range(self._slots)] if leaves_some else 0
-            )
+            bank.skipped[:] = 0
+            bank.skipped[alone] = LEFT_ALONE
             for slot, _ in state.skipped:
                 sometimes("a slot is left out of a request")
                 sometimes("a slot is left out and not even reset", slot in state.not_reset)

@@ -84,6 +84,11 @@ class Request(NamedTuple):
         """Tell whether the request concerns a slot."""
         return self.touched is None or self.touched[slot]
 
+    @property
+    def left_alone(self) -> list[int]:
+        """Return the slots that a step does not touch: their episodes go on."""
+        return [slot for slot, is_touched in enumerate(self.touched or ()) if self.kind is Kind.STEP and not is_touched]
+
 
 class State(NamedTuple):
     """All that ``decide`` knows of one supervised worker.
@@ -563,7 +568,7 @@ def _parted(request: Request, reasons: Mapping[int, str]) -> tuple[dict[int, str
 
 
 def _raised(state: State, reason: str, rules: Rules) -> State:
-    """Return the state after an error that tells of a loss, which slots that the request does not touch still owe."""
+    """Return the state after an error that tells of a loss; slots that the request does not touch are told later."""
     request, after = state.request, _given_up(state, {}, running=False)
     if request is None:
         return after

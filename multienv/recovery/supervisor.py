@@ -833,7 +833,7 @@ class Supervisor:
                 raise channel.kill(cause="broken", detail=str(illegible)) from illegible
             answer = unreadable(request.name, illegible)
         skipped = self.state.skipped
-        if skipped or request.touched is not None:
+        if skipped or request.left_alone:
             bank.skipped[:] = 0
         if skipped:
             loss = None if self.healing is None else self.healing.loss
@@ -918,7 +918,7 @@ class Supervisor:
         """Return what the reply to a request shows."""
         segment, skipped = self.segment, self.state.skipped
         if read is not None and request.kind is Kind.STEP:
-            return self.answers.step(segment, read, skipped, self._left_alone(request))
+            return self.answers.step(segment, read, skipped, request.left_alone)
         if read is not None:
             return self.answers.reset(segment, read, message, skipped)
         rest = segment.read_reply_payload(number)
@@ -941,7 +941,7 @@ class Supervisor:
             assert read is not None
             for slot, error in read.truncated_errors.items():
                 self.reporter.truncated_error(slot, error, self.channel.pid)
-            self._count_step(self.last_answer, number, self._left_alone(request))
+            self._count_step(self.last_answer, number, request.left_alone)
             if self.answers.started == number:
                 self._note_starts(number)
             elif read.ended or not position.number & SAMPLE:
@@ -966,10 +966,6 @@ class Supervisor:
             self._note_starts(number)
         elif not number & SAMPLE or self.maintenance.recycling.wanted:
             self.apply_limits()
-
-    def _left_alone(self, request: Request) -> Sequence[int]:
-        """Return the slots that a step does not touch."""
-        return [slot for slot in range(self.rules.slots) if not request.touches(slot)] if request.touched else ()
 
     def _count_step(self, answer: Any, number: int, left_alone: Sequence[int] = ()) -> None:
         """Count a step, and the episodes that its answer ends."""
