@@ -123,7 +123,7 @@ class Statistics:
         state: ``"new"``, ``"starting"``, ``"ready"``, ``"running"``, ``"ended"``, ``"lost"`` or ``"closed"``.
         pid: Process id of the worker; ``None`` if no process runs. One that dies between two calls is replaced by the
             next call; until then this is ``None``.
-        steps: Step requests answered. A step of a batch counts once for each worker.
+        steps: Step requests answered. A step of a batch, or of some of its envs, counts once for each worker.
         episodes: Episodes begun, of all envs of the worker together.
         losses: Lost workers, plus episodes that ``on_error="truncate"`` ended.
         restarts: Processes started in place of lost ones.

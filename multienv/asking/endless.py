@@ -14,7 +14,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from multienv.asking.members import Members, is_asked
+from multienv.asking.members import Members, StepOfSome, is_asked
 from multienv.processes.channel import LONGEST_SLEEP
 from multienv.processes.watch import Watch
 from multienv.recovery import hot_path
@@ -46,6 +46,10 @@ class Requests:
         if self._by_env is None:
             self._by_env = dict(zip(self._envs, self._contents, strict=True))
         return self._by_env[env]
+
+    def is_whole_step(self, member: int) -> bool:
+        """Tell whether a member is asked to step all of its envs."""
+        return self.name == "step" and not isinstance(self.content(member), StepOfSome)
 
 
 class Result(NamedTuple):
@@ -200,7 +204,7 @@ class Endless:
         plain = list(requests)
         self.requests.update(requests)
         if contents is None or members.blocking:
-            steps = [member for member, request in requests.items() if request.name == "step"]
+            steps = [member for member, request in requests.items() if request.is_whole_step(member)]
             plain = [member for member in steps if member not in members.blocking]
             contents = [requests[member].content(member) for member in plain]
             for member in requests.keys() - set(plain):

@@ -55,6 +55,17 @@ class Followup(Protocol):
         """Put what was kept of an earlier answer, ``None``: nothing, into the error that a step comes to."""
 
 
+class StepOfSome(NamedTuple):
+    """A step of some of the envs of a worker, which leaves the others alone; the batch has actions for all."""
+
+    actions: Any
+    touched: tuple[bool, ...]
+
+    def touches(self, slot: int) -> bool:
+        """Tell whether the env in a slot is stepped."""
+        return self.touched[slot]
+
+
 class InThread(NamedTuple):
     """A request that takes a while to send: a thread calls this, which leaves the answer with the supervisor."""
 
@@ -353,7 +364,9 @@ class Members:
 
 
 def _send(supervisor: Any, name: str, request: Any, waits: bool) -> None:
-    if name == "step":
+    if isinstance(request, StepOfSome):
+        supervisor.send_step(request.actions, waits, request.touched)
+    elif name == "step":
         supervisor.send_step(request, waits)
     else:
         supervisor.send(name, request, waits)

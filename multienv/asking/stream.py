@@ -1,8 +1,8 @@
 """Envs that go at their own pace: each is asked again when the caller pleases, and the first that are ready are taken.
 
 An env is in one of three places. The caller has it; or it has been given a request (``Stream.given``); or what came of
-that is ready (``Stream.ready``) until the caller takes it. Envs that share a worker are asked together, once each of
-them has been given a request.
+that is ready (``Stream.ready``) until the caller takes it. A worker that is free is asked for all of its envs that have
+been given a request, and its others are left alone.
 
 Most often all that has come is plain answers to steps, and the caller gets all of them at once. Then they are not noted
 as ready: they stay in the round (``Endless.answers``) until they are handed over. This saves a third of the time.
@@ -46,7 +46,7 @@ class Sharing(Protocol):
         """Return the member that has an env."""
 
     def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
-        """Return the request to a member that is free; ``None`` if there is none, or an env lacks one."""
+        """Return the request to a member that is free; ``None`` if there is none."""
 
     def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the envs of a member that a request concerns."""
@@ -109,7 +109,7 @@ class Stream:
         self._is_at_work = False  # carries out what is decided, or asks members
         current = self._begun()
         self._current = weakref.ref(current)  # it keeps descriptors, and a manager keeps this
-        # Env → its request, which is asked, or waits for those of the envs that share its worker.
+        # Env → its request, which is asked, or waits until its worker is free.
         self._given = {
             env: request for member, request in current.requests.items() for env in self._sharing.envs(member, request)
         }
@@ -219,10 +219,12 @@ class Stream:
         """Return how many to wait for. Raises UsageError if the results of so many cannot come."""
         if count is not None and count <= len(self._ready):
             return count
-        coming = len(self._ready) + (len(self._asked()) if self._sharing.is_shared else len(self._given))
+        coming = len(self._ready) + len(self._given)
         wanted = coming if count is None else count
         if not 0 < wanted <= coming:
-            raise UsageError(f"recv(): {self._what_comes(coming)}")
+            if not coming:
+                raise UsageError("recv(): no env is under way. Call send() first, or reset_async().")
+            raise UsageError(f"recv(): the results of {coming} envs can come. Ask for 1 to {coming} of them.")
         return wanted
 
     def end(self, name: str) -> None:
@@ -234,7 +236,7 @@ class Stream:
         if name == "reset":
             self.refuse_nested(name)
             self._ask()
-            while self._asked():
+            while self._given:
                 self.take(inf)
             self._given, self._ready = {}, {}
         self.refuse_busy(name, sorted({*self.given, *self.ready}))
@@ -247,8 +249,7 @@ class Stream:
         if (given or ready) and not (given.keys().isdisjoint(envs) and ready.keys().isdisjoint(envs)):
             busy = [env for env in envs if env in given or env in ready]
             raise CallPendingError(
-                f"{name}(): envs {busy} are under way; recv() gives their results first.{self._held_up()} Nothing was "
-                "sent.",
+                f"{name}(): envs {busy} are under way; recv() gives their results first. Nothing was sent.",
                 "send",
             )
 
@@ -405,40 +406,6 @@ class Stream:
         members.bell = members.bell or Bell()
         current = members.asked = Endless(members.bell, pending, members.nothing)
         return current
-
-    def _asked(self) -> list[int]:
-        """Return the envs that are asked, or will be without any more being given."""
-        requests, envs = self._round().requests, self._sharing.envs
-        found: list[int] = []
-        for member in {*requests, *map(self._sharing.member, self._given)}:
-            asked = requests.get(member)
-            of_member = () if asked is None else tuple(envs(member, asked))
-            if not of_member:  # it is free, or soon will be: a reset has left out all of its envs
-                asked = self._sharing.due(member, self._given)
-                of_member = () if asked is None else tuple(envs(member, asked))
-            found += of_member
-        return found
-
-    def _what_comes(self, coming: int) -> str:
-        held_up = self._held_up()
-        if coming:
-            return f"the results of {coming} envs can come. Ask for 1 to {coming} of them.{held_up}"
-        return (
-            f"no result can come.{held_up}" if held_up else "no env is under way. Call send() first, or reset_async()."
-        )
-
-    def _held_up(self) -> str:
-        """Return what to do for the envs that have a request and wait for others of their process; ``""``: none."""
-        waiting = self._given.keys() - set(self._asked())
-        if not waiting:
-            return ""
-        member = self._sharing.member
-        members = set(map(member, waiting))
-        lacking = [env for env in range(self._sharing.count) if member(env) in members and env not in self._given]
-        return (
-            f" Envs {sorted(waiting)} wait for the actions of envs {lacking}, which share their process: send() these, "
-            "or make the envs with envs_per_worker=1."
-        )
 
 
 def _check_counts(count: Any, at_most: Any) -> None:

@@ -105,10 +105,13 @@ class Answers:
         """Return the reply as bytes. Nothing is unpickled, so nothing can raise."""
         return Read(number, *payload_of(segment, number), self._position.seen, self._position.pickled_rows)
 
-    def step(self, segment: Segment, read: Read, skipped: Skipped) -> RowsReply | Transition | Exception:
+    def step(
+        self, segment: Segment, read: Read, skipped: Skipped, left_alone: Sequence[int] = ()
+    ) -> RowsReply | Transition | Exception:
         """Return what a reply to a step shows: rows, those of skipped slots as honest truncations, or a transition.
 
-        An exception is what a single env raised; or nothing was stepped, because actions cannot be unpickled there.
+        The rows of slots that were left alone, and their flags, are what the caller saw last. An exception is what a
+        single env raised; or nothing was stepped, because actions cannot be unpickled there.
         """
         bank, exact = segment.banks[read.number & 1], self._codec.exact
         if bank.view[2] == FAILED:
@@ -125,10 +128,15 @@ class Answers:
                 last = self._last_observation(segment, slot)
                 infos[slot] = {**infos.get(slot, {}), "final_obs": last, "final_info": final_info, **final_info}
             if not self._same_step or bank.skipped[slot] == NOT_RESET:
-                self._show_again(segment, slot, reply)
+                self._show_again(segment, (slot,), reply)
             if not self._same_step:
                 infos[slot] = final_info
             reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True
+        if left_alone:
+            self._show_again(segment, left_alone, reply)
+            rows, before = list(left_alone), segment.banks[self._position.seen & 1]
+            for name in ("terminated", "truncated", "failed"):
+                getattr(bank, name)[rows] = getattr(before, name)[rows]
         self._finish(segment, read, reply, extras, infos)
         return reply
 
@@ -143,9 +151,8 @@ class Answers:
             observation, *_, info = self._unwrapped(segment, read, extras)
             return observation, info
         missing = dict(skipped)
-        for slot in range(self._codec.slots):
-            if slot in missing or not message.touches(slot):
-                self._show_again(segment, slot, reply)
+        left = [slot for slot in range(self._codec.slots) if slot in missing or not message.touches(slot)]
+        self._show_again(segment, left, reply)
         self._finish(segment, read, reply, extras, {})
         return reply
 
@@ -230,18 +237,19 @@ class Answers:
                 if self._same_step:
                     infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": final_info}
                     continue
-            self._show_again(segment, slot, reply)
+            self._show_again(segment, (slot,), reply)
         extras.observations = self._unpickled_rows(read.pickled_rows[1], reply.errors)
         if infos:
             extras.infos = sorted(infos.items())
         reply.extras = extras if extras.infos or extras.observations is not None else None
 
-    def _show_again(self, segment: Segment, slot: int, reply: RowsReply) -> None:
-        """Copy the row of a slot that the caller saw last into the reply."""
-        if self._position.seen and reply.leaves:
+    def _show_again(self, segment: Segment, slots: Sequence[int], reply: RowsReply) -> None:
+        """Copy the rows of slots that the caller saw last into the reply."""
+        if slots and self._position.seen and reply.leaves:
             before = self._codec.rows(segment, self._position.seen)
             for leaf, old in zip(reply.leaves, before.leaves, strict=True):
-                leaf[slot] = old[slot]
+                for slot in slots:
+                    leaf[slot] = old[slot]
 
     def _last_observation(self, segment: Segment, slot: int) -> Any:
         seen, row = self._position.seen, self._position.pickled_rows_now[slot]

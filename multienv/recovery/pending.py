@@ -15,7 +15,19 @@ from multienv.recovery.state_machine import Kind, Request, State
 from multienv.reports.texts import deadline_of, foreign_frames
 from multienv.sometimes import sometimes
 from multienv.wire.actions import PICKLED
-from multienv.wire.banks import BEGIN, HEAD, MESSAGE, NOT_RESET, SKIPPED, STEP, STEPPED, U32, BankLayout, Entry
+from multienv.wire.banks import (
+    BEGIN,
+    HEAD,
+    LEFT_ALONE,
+    MESSAGE,
+    NOT_RESET,
+    SKIPPED,
+    STEP,
+    STEPPED,
+    U32,
+    BankLayout,
+    Entry,
+)
 from multienv.wire.messages import BEGINNING, Message
 from multienv.wire.segment import BUSY, REQUEST, SLOT, SNAPSHOT, Segment
 
@@ -191,7 +203,8 @@ class Pending:
             self.arm()
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
-            flag = SKIPPED if state.skipped else 0
+            alone = request.left_alone
+            flag = SKIPPED if state.skipped or alone else 0
             if request.is_plain_step:
                 bank.view[1] = bank.view[1] & ~SKIPPED | flag
             else:
@@ -201,6 +214,7 @@ class Pending:
                     segment.write_request_payload(number, self.payload)
                     HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & U32, 0)
             bank.skipped[:] = 0
+            bank.skipped[alone] = LEFT_ALONE
             for slot, _ in state.skipped:
                 sometimes("a slot is left out of a request")
                 sometimes("a slot is left out and not even reset", slot in state.not_reset)

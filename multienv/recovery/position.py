@@ -83,6 +83,11 @@ class Position:
                 self.steps_before[slot] = self.steps
                 self.seeds[slot] = self.seeds[slot] if seed is None else seed
 
+    def count_left_alone(self, slots: Iterable[int]) -> None:
+        """Count that the step which is answered now was not one of these slots."""
+        for slot in slots:
+            self.steps_before[slot] += 1
+
     def count_ends(self, slots: Iterable[int]) -> None:
         """Count the episodes that begin because the step which is answered now, and not counted yet, has ended others.
 

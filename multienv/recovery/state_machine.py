@@ -65,7 +65,7 @@ class Request(NamedTuple):
         name: What the caller called: ``"step"``, ``"get_attr"`` …
         waits: True: the caller waits for the answer in the same call. If a later call finds the request pending, that
             call was interrupted. False: the request is ``step_async`` or similar, and its answer is not yet collected.
-        touched: Of a reset: which slots it resets; ``None``: all.
+        touched: Which slots a reset resets, or a step steps; ``None``: all.
         steps: Of a rollout: its number of steps, each of which begins the next episode after one that ended. Else 0.
     """
 
@@ -79,6 +79,15 @@ class Request(NamedTuple):
     def is_plain_step(self) -> bool:
         """Tell whether the request is one step, stored in its bank. All other requests are sent as messages."""
         return self.kind is Kind.STEP and not self.steps
+
+    def touches(self, slot: int) -> bool:
+        """Tell whether the request concerns a slot."""
+        return self.touched is None or self.touched[slot]
+
+    @property
+    def left_alone(self) -> list[int]:
+        """Return the slots that a step does not touch: their episodes go on."""
+        return [slot for slot, is_touched in enumerate(self.touched or ()) if self.kind is Kind.STEP and not is_touched]
 
 
 class State(NamedTuple):
@@ -390,8 +399,9 @@ def _build_failed(state: State, event: BuildFailed, rules: Rules) -> tuple[State
 
 
 def _asked(state: State, event: Asked, rules: Rules) -> tuple[State, Instruction]:
-    skipped = state.pending_truncations if event.request.kind is Kind.STEP else ()
-    after = state._replace(request=event.request, skipped=skipped, losses=0)
+    request = event.request
+    owed = [one for one in state.pending_truncations if request.kind is Kind.STEP and request.touches(one[0])]
+    after = state._replace(request=request, skipped=tuple(owed), losses=0)
     return after, instruction_of(after, rules)
 
 
@@ -399,11 +409,8 @@ def _replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruc
     request = state.request
     assert request is not None
     after = _without_request(state)
+    pending_truncations = tuple(one for one in state.pending_truncations if not request.touches(one[0]))
     if request.kind is Kind.RESET and not event.failed:
-        touched = request.touched
-        pending_truncations = (
-            () if touched is None else tuple(one for one in state.pending_truncations if not touched[one[0]])
-        )
         after = after._replace(
             episode=Episode.TRUNCATED if pending_truncations and rules.slots == 1 else Episode.RUNNING,
             pending_truncations=pending_truncations,
@@ -412,7 +419,8 @@ def _replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruc
         after = after._replace(episode=_not_begun(state), pending_truncations=())
     elif request.kind is Kind.STEP:
         ended = event.ended and not rules.resets_itself and rules.slots == 1
-        after = after._replace(episode=Episode.ENDED if ended else Episode.RUNNING, pending_truncations=())
+        episode = Episode.ENDED if ended else Episode.RUNNING
+        after = after._replace(episode=episode, pending_truncations=pending_truncations)
     return after, Instruction.DELIVER
 
 
@@ -436,7 +444,7 @@ def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
     if action == "replay":
         return after, Instruction.RECOVER
     if action == "raise":
-        return _given_up(after, {}, running=False), Instruction.RAISE_LOST
+        return _raised(after, event.what, rules), Instruction.RAISE_LOST
     return _ended(after, event.what, rules)
 
 
@@ -461,12 +469,13 @@ def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Ins
         if poisoned:
             return _without_request(after), Instruction.RAISE_POISON
         return after, Instruction.ASK
-    skipped = _merged(state.skipped, {**event.mismatches, **poisoned} if request.kind is Kind.STEP else poisoned)
-    after = after._replace(skipped=skipped)
-    if request.kind is Kind.RESET:
-        touched = request.touched
-        mismatches = {slot: why for slot, why in event.mismatches.items() if touched is not None and not touched[slot]}
-        after = after._replace(pending_truncations=_merged(state.pending_truncations, mismatches))
+    is_step = request.kind is Kind.STEP
+    touched, others = _parted(request, {**event.mismatches, **poisoned} if is_step else event.mismatches)
+    after = after._replace(
+        skipped=_merged(state.skipped, touched if is_step else poisoned),
+        pending_truncations=_merged(state.pending_truncations, others),
+    )
+    if not is_step:
         if poisoned and rules.slots == 1:
             return _without_request(after, episode=_not_begun(state)), Instruction.RAISE_POISON
         return after, Instruction.ASK
@@ -485,25 +494,21 @@ def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]
     running = state.episode in (Episode.RUNNING, Episode.TRUNCATED)
     if request is None or request.kind is Kind.CALL:
         return _given_up(after, everyone, running=running), Instruction.RAISE_LOST
+    # The slots that the request does not touch are truncated in their next step. A reset begins new episodes in the
+    # others.
+    touched, others = _parted(request, everyone)
+    after = after._replace(pending_truncations=_merged(state.pending_truncations, others if running else {}))
     if request.kind is Kind.STEP:
-        after = after._replace(skipped=_merged(state.skipped, everyone))
-        return after, Instruction.LAUNCH if _resets_itself(state, rules) else Instruction.TRUNCATE
-    # A reset begins new episodes in its slots; the slots that it does not touch are truncated in the next step.
-    touched = request.touched
-    pending_truncations = (
-        {} if touched is None or not running else {slot: reason for slot in everyone if not touched[slot]}
-    )
-    after = after._replace(
-        pending_truncations=_merged(state.pending_truncations, pending_truncations),
-        skipped=_merged((), _poisoned(state, rules)),
-    )
+        after = after._replace(skipped=_merged(state.skipped, touched))
+        return after, instruction_of(after, rules)
+    after = after._replace(skipped=_merged((), _poisoned(state, rules)))
     if after.skipped and rules.slots == 1:
         return _without_request(after, episode=_not_begun(state)), Instruction.RAISE_POISON
     return after, Instruction.LAUNCH
 
 
 def _budget_spent(state: State, event: BudgetSpent, rules: Rules) -> tuple[State, Instruction]:
-    return _given_up(state, {}, running=False), Instruction.RAISE_BUDGET
+    return _raised(state, state.what, rules), Instruction.RAISE_BUDGET
 
 
 def _discarded(state: State, event: Discarded, rules: Rules) -> tuple[State, Instruction]:
@@ -554,6 +559,23 @@ def _without_request(state: State, **changes: Any) -> State:
 def _not_begun(state: State) -> Episode:
     """Return the state of the episode after a reset that failed: the next one is still due after an end."""
     return Episode.ENDED if state.episode is Episode.ENDED else Episode.NONE
+
+
+def _parted(request: Request, reasons: Mapping[int, str]) -> tuple[dict[int, str], dict[int, str]]:
+    """Return those of the slots that a request touches, and the others; each with its reason."""
+    touched = {slot: reason for slot, reason in reasons.items() if request.touches(slot)}
+    return touched, {slot: reason for slot, reason in reasons.items() if slot not in touched}
+
+
+def _raised(state: State, reason: str, rules: Rules) -> State:
+    """Return the state after an error that tells of a loss; slots that the request does not touch are told later."""
+    request, after = state.request, _given_up(state, {}, running=False)
+    if request is None:
+        return after
+    running = state.process is not Process.NONE and state.episode in (Episode.RUNNING, Episode.TRUNCATED)
+    _, others = _parted(request, dict.fromkeys(range(rules.slots), reason) if running else {})
+    owed = tuple(one for one in state.pending_truncations if not request.touches(one[0]))
+    return after._replace(pending_truncations=_merged(owed, others))
 
 
 def _given_up(state: State, pending_truncations: Mapping[int, str], *, running: bool) -> State:

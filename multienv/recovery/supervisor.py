@@ -19,7 +19,7 @@ import pickle
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -322,16 +322,18 @@ class Supervisor:
 
     # --- steps, and resets that carry nothing -----------------------------------------------------
 
-    def send_step(self, action: Any, waits: bool = True) -> None:
+    def send_step(self, action: Any, waits: bool = True, touched: tuple[bool, ...] | None = None) -> None:
         """Publish a step; does not block.
 
         Args:
             action: Of the action space; of several envs the batch of their actions.
             waits: The caller collects the answer in the same call.
+            touched: Which of several envs are stepped; ``None``: all.
         """
         with self.lock:
-            if not ask((self,), (0,), 0, (action,), STEPPING if waits else STEPPING_ASYNC, self.asked_by):
-                self._prepare_step(action, waits)
+            state = STEPPING if waits else STEPPING_ASYNC
+            if touched is not None or not ask((self,), (0,), 0, (action,), state, self.asked_by):
+                self._prepare_step(action, waits, touched)
 
     def _send_beginning(self, waits: bool) -> bool:
         """Publish the reset of a single env that carries nothing, if there is nothing to see to first."""
@@ -420,7 +422,7 @@ class Supervisor:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _prepare_step(self, action: Any, waits: bool) -> None:
+    def _prepare_step(self, action: Any, waits: bool, touched: tuple[bool, ...] | None) -> None:
         """Ask for a step where the worker is not simply waiting for one."""
         self.check("step", Kind.STEP)
         if self.maintenance.is_due:
@@ -436,7 +438,7 @@ class Supervisor:
             aside.lay_out(self.codec.layout)
             self.codec.encoder(aside)(number, action)
             self.pending.begin_step(number, aside)
-        self._happen(Asked(Request(Kind.STEP, "step", waits)))
+        self._happen(Asked(Request(Kind.STEP, "step", waits, touched)))
         if instruction_of(self.state, self.rules) is Instruction.ASK:
             self._publish()
 
@@ -828,8 +830,9 @@ class Supervisor:
                 raise channel.kill(cause="broken", detail=str(illegible)) from illegible
             answer = unreadable(request.name, illegible)
         skipped = self.state.skipped
-        if skipped:
+        if skipped or request.left_alone:
             bank.skipped[:] = 0
+        if skipped:
             loss = None if self.healing is None else self.healing.loss
             if request.kind is Kind.RESET and loss is not None and not isinstance(answer, Exception):
                 for slot, reason in skipped:
@@ -912,7 +915,7 @@ class Supervisor:
         """Return what the reply to a request shows."""
         segment, skipped = self.segment, self.state.skipped
         if read is not None and request.kind is Kind.STEP:
-            return self.answers.step(segment, read, skipped)
+            return self.answers.step(segment, read, skipped, request.left_alone)
         if read is not None:
             return self.answers.reset(segment, read, message, skipped)
         rest = segment.read_reply_payload(number)
@@ -935,7 +938,7 @@ class Supervisor:
             assert read is not None
             for slot, error in read.truncated_errors.items():
                 self.reporter.truncated_error(slot, error, self.channel.pid)
-            self._count_step(self.last_answer, number)
+            self._count_step(self.last_answer, number, request.left_alone)
             if self.answers.started == number:
                 self._note_starts(number)
             elif read.ended or not position.number & SAMPLE:
@@ -961,11 +964,14 @@ class Supervisor:
         elif not number & SAMPLE or self.maintenance.recycling.wanted:
             self.apply_limits()
 
-    def _count_step(self, answer: Any, number: int) -> None:
+    def _count_step(self, answer: Any, number: int, left_alone: Sequence[int] = ()) -> None:
         """Count a step, and the episodes that its answer ends."""
         if isinstance(answer, RowsReply):
             failed = self.segment.banks[number & 1].failed
             ended = (answer.terminated | answer.truncated | failed).nonzero()[0].tolist()
+            if left_alone:  # their flags are those of an earlier step
+                ended = [slot for slot in ended if slot not in left_alone]
+                self.position.count_left_alone(left_alone)
             self.position.count_ends(ended)
             self.position.journal.note_ends(ended, number)
         self.position.steps += 1

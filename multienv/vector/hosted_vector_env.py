@@ -437,8 +437,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 envs.send(policy(observations), indices)
 
         This is EnvPool's asynchronous mode. Each env's own trajectory is the same as with ``step()``, in any order. A
-        slow, hanging or recovering env delays only the envs of its own process: envs that share a process are stepped
-        together once each has its action. If step times differ, set ``envs_per_worker=1``.
+        slow, hanging or recovering env delays only the envs of its own process: they are stepped one after the other.
+        If step times differ, set ``envs_per_worker=1``.
 
         Args:
             actions: A batch with one action for each of ``indices``.
@@ -485,8 +485,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 :meth:`step`.
             InfosNotMergedError: The infos cannot be merged; ``results`` has all that this call returns.
             CallPendingError: A signal handler calls it inside of another ``recv()``.
-            UsageError: ``k`` results cannot arrive: too few envs are under way, or some of them share a process with an
-                env that has no action yet.
+            UsageError: ``k`` results cannot arrive: too few envs are under way.
         """
         if self.closed:
             self._refuse_closed("recv")

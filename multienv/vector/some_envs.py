@@ -6,12 +6,13 @@ Reinforcement Learning Environment Execution Engine", 2022).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from gymnasium.vector import VectorEnv
 
 from multienv.asking.endless import Endless, Requests, Result, Taken, results_of
+from multienv.asking.members import StepOfSome
 from multienv.vector.batching import Array, Rows, joined, listed_observations
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
@@ -19,7 +20,7 @@ from multienv.wire.messages import Reset
 
 
 class SharedWorkers:
-    """Has each worker be asked for all its envs at once: to reset some, or to step all once each has its action.
+    """Has each worker be asked for several of its envs at once: to reset some, or to step those that have an action.
 
     What is given for an env is the batch of its action alone, or seed and options of its reset.
 
@@ -40,24 +41,29 @@ class SharedWorkers:
         return self._members[env]
 
     def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
-        """Return the request to a worker that is free; ``None`` if there is none, or an env lacks its action."""
+        """Return the request to a worker that is free; ``None`` if there is none."""
         envs = self._envs[member]
         first = given.get(envs.start)
         if not self.is_shared and (first is None or first.name == "step"):
             return first
-        found = [(env, given[env]) if env in given else None for env in envs]
-        resets = [one[1].content(one[0]) if one is not None and one[1].name == "reset" else None for one in found]
-        if any(resets):
-            seeds, options = zip(*[one or (None, None) for one in resets], strict=True)
-            touched = tuple(one is not None for one in resets)
-            return Requests("reset", [member], [Reset(seeds, options, None if all(touched) else touched)])
-        actions = [one[1].content(one[0]) for one in found if one is not None]
-        return Requests("step", [member], [joined(self._space, actions)]) if len(actions) == len(envs) else None
+        found = {env: given[env] for env in envs if env in given}
+        resets = {env: request.content(env) for env, request in found.items() if request.name == "reset"}
+        if resets:
+            seeds, options = zip(*[resets.get(env, (None, None)) for env in envs], strict=True)
+            message: Any = Reset(seeds, options, _touched(envs, resets))
+            return Requests("reset", [member], [message])
+        if not found:
+            return None
+        # Those that have none need an action too, which nobody looks at, for the batch to be whole.
+        actions = {env: request.content(env) for env, request in found.items()}
+        blank = next(iter(actions.values()))
+        message, touched = joined(self._space, [actions.get(env, blank) for env in envs]), _touched(envs, actions)
+        return Requests("step", [member], [message if touched is None else StepOfSome(message, touched)])
 
     def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the envs of a worker that a request concerns."""
         envs = self._envs[member]
-        if request.name == "step":
+        if request.is_whole_step(member):
             return envs
         message = request.content(member)
         return [env for slot, env in enumerate(envs) if message.touches(slot)]
@@ -83,15 +89,21 @@ class SharedWorkers:
         touched, start = self.envs(member, request), self._envs[member].start
         if result.error is not None:
             return [(env, result) for env in touched]
-        replies, errors = _one_each(result.answer), result.answer.errors
-        return [(env, Result(result.name, replies[env - start], errors.get(env - start))) for env in touched]
+        slots, errors = [env - start for env in touched], result.answer.errors
+        replies = zip(touched, slots, _one_each(result.answer, slots), strict=True)
+        return [(env, Result(result.name, reply, errors.get(slot))) for env, slot, reply in replies]
 
 
-def _one_each(reply: RowsReply) -> list[RowsReply]:
-    """Return a reply for each slot, in memory of its own."""
+def _touched(envs: Sequence[int], asked: Collection[int]) -> tuple[bool, ...] | None:
+    """Return of the slots of a worker whether it is asked for their envs; ``None``: it is for all."""
+    return None if len(asked) == len(envs) else tuple(env in asked for env in envs)
+
+
+def _one_each(reply: RowsReply, slots: Iterable[int]) -> list[RowsReply]:
+    """Return a reply for each of these slots, in memory of its own."""
     infos = {} if reply.extras is None else dict(reply.extras.infos)
     found = []
-    for slot in range(len(reply.rewards)):
+    for slot in slots:
         row = slice(slot, slot + 1)
         rewards, terminated, truncated = (one[row].copy() for one in (reply.rewards, reply.terminated, reply.truncated))
         listed = listed_observations(reply)

@@ -4,7 +4,8 @@
 
     head      16  kind, action tag, reply kind, flags, reward tag | request number, bytes of the pickled part
     actions       of all slots
-    skipped    n   1: this slot takes no part in the request; 2: nor does its next episode begin in it
+    skipped    n   1: this slot takes no part in the request, and its episode ends; 2: nor does the next one begin
+                   in it; 3: it is left alone, and its episode goes on
     rewards   8n  float64
     terminated, truncated, failed: n bytes each; failed: the env raised
     finals    8n  digests of observations that ended an episode, where the next one begins in the same step
@@ -46,8 +47,8 @@ BEGIN = 3  # a reset of all envs, without seed and options: as cheap as a step
 # Added to the action tag: a slot is skipped.
 SKIPPED = 0x80
 
-# Of an skipped slot: it is not reset in this step either.
-NOT_RESET = 2
+# Of a skipped slot: it is not reset in this step either; or its episode goes on with a later step.
+NOT_RESET, LEFT_ALONE = 2, 3
 
 # Kinds of reply.
 STEPPED = 16  # rows were written: a step or a reset

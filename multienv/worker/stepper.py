@@ -20,7 +20,7 @@ from gymnasium.vector import utils
 
 from multienv.native import native
 from multienv.wire.actions import action_decoder
-from multienv.wire.banks import ENDED, NOT_RESET, PICKLED_ROWS, RAISED, SKIPPED, STEP, Bank
+from multienv.wire.banks import ENDED, LEFT_ALONE, NOT_RESET, PICKLED_ROWS, RAISED, SKIPPED, STEP, Bank
 from multienv.wire.codecs import REWARD_TAGS
 from multienv.wire.digests import MARK, digester, evidence_of, pack_evidence
 from multienv.wire.infos import InfoPacker
@@ -220,11 +220,13 @@ class Stepper:
         return [partial(_be_skipped, skipped) if skipped else call for call, skipped in pairs]
 
     def _note_error(self, reply: _Reply, slot: int, error: Exception, infos: Infos, failures: Failures) -> None:
-        """Answer for an env that raised in a step, or is skipped in it: its episode ends with a blank row."""
+        """Answer by a blank row for an env that raised in a step, which ends its episode, or is skipped in it."""
         group = self._group
         if isinstance(error, _SkippedError):
-            group.end(slot)
             reply.blank(slot)
+            if error.args == (LEFT_ALONE,):
+                return
+            group.end(slot)
             if error.args == (NOT_RESET,):
                 return
         elif isinstance(error, _ResetRaisedError):

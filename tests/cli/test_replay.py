@@ -476,3 +476,22 @@ def test_a_batch_is_replayed_past_a_truncation(replay: Replay) -> None:
     assert result.exit_code == 0, result.output
     assert "All 8 answers match the recorded ones." in result.stdout
     assert "The fault did not happen again: the request returned." in result.stdout
+
+
+def test_steps_of_some_envs_of_a_batch_are_replayed(reports: Path) -> None:
+    fns: list[Any] = [CounterEnv] * 3
+    fns[1] = partial(FaultyEnv, fault=Fault("segv", "step", action=3))
+    with contextlib.closing(SubprocessVectorEnv(fns, envs_per_worker=3)) as envs:
+        envs.reset(seed=1)
+        for env in (0, 2, 2, 1):
+            envs.send(np.array([2]), [env])
+            envs.recv()
+        envs.send(np.array([3]), [1])
+        *_, truncations, infos, _ = envs.recv()
+        assert truncations.tolist() == [True]
+    path = Path(infos["multienv"]["report"][0])
+    loss = json.loads(path.read_text())["loss"]
+    assert (loss["env_index"], loss["signal"], loss["step"]) == (1, "SIGSEGV", 1)
+    result = run_process("replay", str(path))
+    assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
+    assert "All 5 answers match the recorded ones." in result.stdout

@@ -408,7 +408,7 @@ def test_without_autoreset_the_caller_resets_those_that_have_ended(envs_per_work
                 envs.send(np.array([1]), [env])
 
 
-@pytest.mark.parametrize("envs_per_worker", [1, 2])
+@pytest.mark.parametrize("envs_per_worker", [1, 2, 4])
 def test_some_envs_are_reset_while_none_is_under_way(envs_per_worker: int) -> None:
     """Whatever is called next: a reset that leaves out all envs of a worker is asked of it, and nobody receives it."""
     options = {"autoreset_mode": "Disabled", "envs_per_worker": envs_per_worker}
@@ -424,7 +424,7 @@ def test_some_envs_are_reset_while_none_is_under_way(envs_per_worker: int) -> No
         assert not envs.step(np.array([1] * NUM_ENVS))[2].any()
 
 
-@pytest.mark.parametrize("envs_per_worker", [1, 2])
+@pytest.mark.parametrize("envs_per_worker", [1, 2, 4])
 def test_envs_that_a_reset_leaves_out_are_stepped_meanwhile(envs_per_worker: int) -> None:
     """Their workers may not have answered that they have nothing to reset."""
     mask = np.array([True, True, False, False])
@@ -561,21 +561,6 @@ def test_reset_of_some_envs_drops_nothing_of_others(face: Any) -> None:
         assert envs.reset(options={"reset_mask": mask})[0][0][0] == 0
 
 
-def test_an_env_waits_for_those_that_share_its_process() -> None:
-    with shared(ENV_FNS) as envs:
-        envs.reset_async(seed=3)
-        envs.recv()
-        envs.send(np.array([1]), [0])
-        for call in (lambda: envs.recv(1), lambda: envs.step(np.array([1] * NUM_ENVS))):
-            with pytest.raises(UsageError, match=r"Envs \[0\] wait for the actions of envs \[1\].*: send\(\) these"):
-                call()
-        actions = np.array([2])
-        envs.send(actions, [1])
-        actions[:] = 3
-        observations, *_, indices = envs.recv()
-        assert [(env, one[3]) for env, one in zip(indices, observations, strict=True)] == [(0, 1), (1, 2)]
-
-
 def test_an_env_of_a_multi_env_that_is_under_way_is_not_stepped_by_itself(tmp_path: Path) -> None:
     with multi_env([partial(GateEnv, tmp_path)] * 2) as envs:
         envs.reset(seed=3)
@@ -653,18 +638,6 @@ def test_send_takes_what_step_takes_and_what_is_written_to_it_later_does_not_mat
         assert {env: row[3] for env, row in zip(indices, observations, strict=True)} == {0: 1, 1: 2, 2: 3}
 
 
-def test_what_envs_that_share_a_worker_are_sent_is_theirs_from_then_on() -> None:
-    """The worker is asked when the second one has its action."""
-    with shared([CounterEnv] * 2) as envs:
-        envs.reset(seed=3)
-        for actions in (np.array([2]), [np.array(2)]):
-            envs.send(actions, [0])
-            actions[0] = 0
-            envs.send(np.array([3]), [1])
-            observations, *_, indices = envs.recv()
-            assert {env: row[3] for env, row in zip(indices, observations, strict=True)} == {0: 2, 1: 3}
-
-
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
 def test_recv_and_reset_in_a_signal_handler_inside_of_recv_are_refused_and_the_outer_one_goes_on(
     face: Any, tmp_path: Path
@@ -694,7 +667,7 @@ def test_recv_and_reset_in_a_signal_handler_inside_of_recv_are_refused_and_the_o
 
 
 @pytest.mark.parametrize("call", ["send", "recv"])
-@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+@pytest.mark.parametrize("face", [*EACH_BY_ITSELF, shared])
 def test_a_signal_handler_that_sends_at_any_place_of_a_call_is_served_or_refused(face: Any, call: str) -> None:
     ledgers, taken = [Ledger(horizon=None) for _ in range(3)], list[str]()
 

@@ -35,6 +35,7 @@ UNIT_JOURNAL = ("tests/unit/test_journal.py",)
 EVIDENCE = ("tests/invariants/test_3_all_bytes_are_evidence.py",)
 REPLAYED = ("tests/invariants/test_3_replayed_is_said.py",)
 OWN_PACE = ("tests/contract/test_own_pace.py",)
+STEPS_OF_SOME = ("tests/contract/test_steps_of_some_envs.py",)
 RECYCLING = ("tests/contract/test_recycling.py",)
 SEVEN = "tests/invariants/test_7_nothing_left_behind.py"
 
@@ -57,9 +58,25 @@ MUTANTS = [
         "A truncation that a call has left pending is forgotten: the next step goes on in a new process.",
         1,
         "recovery/state_machine.py",
-        "skipped = state.pending_truncations if event.request.kind is Kind.STEP else ()",
-        "skipped = ()",
+        "skipped=tuple(owed), losses=0",
+        "losses=0",
         _of(3),
+    ),
+    Mutant(
+        "A step of some envs of a worker ends the episodes of the others.",
+        1,
+        "worker/stepper.py",
+        "            if error.args == (LEFT_ALONE,):\n                return\n",
+        "",
+        STEPS_OF_SOME,
+    ),
+    Mutant(
+        "A truncation that an env is still to be told of is forgotten when others of its worker are stepped.",
+        1,
+        "recovery/state_machine.py",
+        "pending_truncations = tuple(one for one in state.pending_truncations if not request.touches(one[0]))",
+        "pending_truncations = ()",
+        STEPS_OF_SOME,
     ),
     Mutant(
         "The episode of a single env counts as running after a truncation.",

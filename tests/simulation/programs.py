@@ -28,6 +28,7 @@ from multienv.errors import (
     CallPendingError,
     EnvsFailedError,
     NotRestoredError,
+    ResetNeededError,
     RestartBudgetExceeded,
     UsageError,
     WorkerLostError,
@@ -92,9 +93,9 @@ class Case:
         policy: A key of :data:`POLICIES`.
         ops: What the trainer calls: ``("reset", seed)``, ``("step", number)``, ``("halves", number)`` (a step in two
             halves; a MultiEnv has none, and takes a whole one), ``("roll", number, steps)`` (a rollout, or so many steps
-            where a face has none), ``("pace", number)`` (a step of each env, at its own pace), ``("begin", seed)`` (a
-            reset of each, likewise), ``("call", amount)``,
-            ``("ask",)``, ``("set", value)``, ``("snapshot",)``, ``("restore",)``, ``("save",)``, ``("load",)``.
+            where a face has none), ``("pace", number)`` (a step of each env, at its own pace), ``("some", number)`` (of
+            two of three envs), ``("begin", seed)`` (a reset of each, likewise), ``("call", amount)``, ``("ask",)``,
+            ``("set", value)``, ``("snapshot",)``, ``("restore",)``, ``("save",)``, ``("load",)``.
         faults: What goes wrong.
         eager: See :class:`Simulation`.
         chance: The envs draw from what cannot be replayed.
@@ -358,12 +359,13 @@ class Run:
         if (
             any(ended)
             and self.worlds[0].mode == "DISABLED"
-            and op[0] in ("step", "pace", "halves", "roll", "call", "set")
+            and op[0] in ("step", "pace", "some", "halves", "roll", "call", "set")
         ):
             self._do_reset(None, ended)
         began, struck = self.simulation.now - self._waited, len(self.simulation.struck)
         getattr(self, f"_do_{op[0]}")(*op[1:])
-        self._struck = struck
+        if op[0] != "some":  # which may ask nothing of a worker
+            self._struck = struck
         if len(self.simulation.struck) > struck:
             limit = self.constants.step_limit(STEP_LIMIT) * (op[2] if op[0] == "roll" else 1)
             took = self.simulation.now - self._waited - began
@@ -419,8 +421,15 @@ class Run:
 
     def _do_pace(self, number: int) -> None:
         """Step each env by itself, in an order that depends on the number."""
-        actions, order = actions_of(number)[: len(self.worlds)], list(range(len(self.worlds)))
-        order = order[number % len(order) :] + order[: number % len(order)]
+        order = list(range(len(self.worlds)))
+        self._step_each(number, order[number % len(order) :] + order[: number % len(order)])
+
+    def _do_some(self, number: int) -> None:
+        """Step some envs by themselves; others of their worker are left alone."""
+        self._step_each(number, [env for env in range(len(self.worlds)) if (number + env) % 3])
+
+    def _step_each(self, number: int, order: Sequence[int]) -> None:
+        actions = actions_of(number)
 
         def send(envs: list[int]) -> None:
             for env in envs:
@@ -603,7 +612,10 @@ class Run:
     def _is_spent(self, error: Exception) -> bool:
         """Tell whether no restart is left, which only a policy with a small budget allows."""
         failures = getattr(error, "failures", {0: error})
-        return self.case.policy == "budget" and all(isinstance(one, RestartBudgetExceeded) for one in failures.values())
+        kinds = {type(one) for one in failures.values()}
+        # Other envs of the worker that had been sent an action, too, have no episode any more.
+        is_spent = RestartBudgetExceeded in kinds and kinds <= {RestartBudgetExceeded, ResetNeededError}
+        return self.case.policy == "budget" and is_spent
 
     def _excuse(self, env: int) -> None:
         """Fail unless the schedule of faults forced a truncation of this env."""

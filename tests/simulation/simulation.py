@@ -483,7 +483,8 @@ class SimulatedProcess:
         self.every = build.snapshots
 
     def _keep(self, number: int, token: int) -> str:
-        self.simulation.kept[token] = (self, (number, len(self.past) - 1))  # without the request to keep it
+        if not self.is_copied:
+            self.simulation.kept[token] = (self, (number, len(self.past) - 1))  # without the request to keep it
         return ""
 
     def _repeat(self, number: int, bank: bytes, payload: bytes) -> None:

@@ -18,7 +18,7 @@ from simulation import programs
 from simulation.programs import FACES, Case, Run
 from simulation.rare import Constants
 from simulation.regressions import REGRESSIONS
-from simulation.schedules import BRANCHING, EPISODES, REPLAYS, ROLLING, bases, name_of, singles
+from simulation.schedules import BRANCHING, EPISODES, PACING, REPLAYS, ROLLING, bases, name_of, singles
 from simulation.simulation import CRASHED, KILLED, POINTS, Fault, Simulation
 
 
@@ -118,12 +118,14 @@ plain_ops: st.SearchStrategy[Any] = st.one_of(
     st.tuples(st.just("ask")),
 )
 branch_ops: st.SearchStrategy[Any] = st.sampled_from([("snapshot",), ("restore",), ("save",), ("load",)])
+pace_ops: st.SearchStrategy[Any] = st.tuples(st.sampled_from(["pace", "some"]), st.integers(0, 9))
 
 
 @st.composite
 def cases(draw: Any) -> Case:
     face = draw(st.sampled_from(list(FACES)))
-    ops = draw(st.lists(st.one_of(plain_ops, plain_ops, branch_ops) if face in BRANCHING else plain_ops, max_size=14))
+    kinds = [plain_ops, plain_ops, *[branch_ops] * (face in BRANCHING), *[pace_ops] * (face in PACING)]
+    ops = draw(st.lists(st.one_of(kinds), max_size=14))
     kept: set[str] = set()
     program: list[tuple[Any, ...]] = [("reset", draw(st.integers(0, 5)))]
     for op in ops:

@@ -36,6 +36,7 @@ from multienv.recovery.state_machine import (
 
 ROOT = Path(__file__).parents[2]
 STEP, RESET, CALL = Request(Kind.STEP, "step"), Request(Kind.RESET, "reset"), Request(Kind.CALL, "render")
+STEP_OF_ONE = STEP._replace(touched=(True, False))
 RULES = [
     Rules(slots, resets, 2, action, action)
     for (slots, resets), action in itertools.product(
@@ -50,7 +51,7 @@ def few_losses(monkeypatch):
     monkeypatch.setattr(state_machine, "LOSSES", 4)
 
 
-def events(slots):
+def events(rules):
     yield from (
         Launched(),
         Built(),
@@ -62,6 +63,8 @@ def events(slots):
         NotRecovered("no way"),
     )
     yield from (Asked(request) for request in (STEP, RESET, CALL))
+    if rules.resets_itself:
+        yield Asked(STEP_OF_ONE)
     yield from (Replied(ended, failed) for ended in (False, True) for failed in (False, True))
     yield from (
         Lost(cause, slot, outside, "It died.")
@@ -71,7 +74,7 @@ def events(slots):
     )
     yield Lost("died", 0, what="It died.", long_past=True)
     yield from (
-        Recovered(mismatches) for mismatches in ({}, {0: "the reward differs"}, dict.fromkeys(range(slots), "x"))
+        Recovered(mismatches) for mismatches in ({}, {0: "the reward differs"}, dict.fromkeys(range(rules.slots), "x"))
     )
 
 
@@ -80,7 +83,7 @@ def transitions(rules):
     found, todo = {State()}, [State()]
     while todo:
         state = todo.pop()
-        for event in events(rules.slots):
+        for event in events(rules):
             if can_happen(state, event, rules):
                 after, instruction = decide(state, event, rules)
                 yield state, event, after, instruction
@@ -122,13 +125,21 @@ def test_every_event_in_every_reachable_state_leads_where_the_table_says(rules):
         assert isinstance(instruction, Instruction)
         is_lost = isinstance(event, NotRecovered) and state.process is Process.LOST
         if is_lost and state.request is not None and state.episode is Episode.RUNNING:
+            told, owed = {slot for slot, _ in after.skipped}, {slot for slot, _ in after.pending_truncations}
             if state.request.kind is Kind.STEP:
-                assert {slot for slot, _ in after.skipped} == everyone
+                assert told == set(filter(state.request.touches, everyone))
+                assert owed >= everyone - told
             elif state.request.kind is Kind.CALL:
                 assert instruction is Instruction.RAISE_LOST
-                assert {slot for slot, _ in after.pending_truncations} == everyone
+                assert owed == everyone
             seen.add((NotRecovered, state.request.kind))
         seen.add((state.process, type(event)))
+        if state.request is not None and state.episode is Episode.RUNNING and not isinstance(event, Closed | Discarded):
+            owed = {slot for slot, _ in state.pending_truncations if not state.request.touches(slot)}
+            is_lost = instruction in (Instruction.RAISE_LOST, Instruction.RAISE_BUDGET)
+            is_lost = is_lost and state.process in (Process.READY, Process.LOST)
+            owed |= {slot for slot in everyone if is_lost and not state.request.touches(slot)}
+            assert {slot for slot, _ in after.pending_truncations} >= owed, (state, event, after)
         if instruction in RAISED:
             assert (after.request, bool(after.skipped), bool(after.deaths)) == (None, False, False)
         elif instruction not in FINAL and (type(event), state.process) != (Lost, Process.BUILDING):
