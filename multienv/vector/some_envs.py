@@ -100,16 +100,16 @@ def _touched(envs: Sequence[int], asked: Collection[int]) -> tuple[bool, ...] | 
 
 
 def _one_each(reply: RowsReply, slots: Iterable[int]) -> list[RowsReply]:
-    """Return a reply for each of these slots, in memory of its own."""
-    infos = {} if reply.extras is None else dict(reply.extras.infos)
-    found = []
+    """Return a reply for each of these slots, in memory that no later request changes."""
+    infos, listed = {} if reply.extras is None else dict(reply.extras.infos), listed_observations(reply)
+    rewards, terminated, truncated = reply.rewards.copy(), reply.terminated.copy(), reply.truncated.copy()
+    leaves, found = [leaf.copy() for leaf in reply.leaves], []
     for slot in slots:
-        row = slice(slot, slot + 1)
-        rewards, terminated, truncated = (one[row].copy() for one in (reply.rewards, reply.terminated, reply.truncated))
-        listed = listed_observations(reply)
-        extras = Extras([(0, infos[slot])] if slot in infos else [], {}, [listed[slot]] if listed else None)
-        leaves = [leaf[row].copy() for leaf in reply.leaves]
-        found.append(RowsReply(leaves, rewards, terminated, truncated, extras))
+        row, extras = slice(slot, slot + 1), None
+        if slot in infos or listed:
+            extras = Extras([(0, infos[slot])] if slot in infos else [], {}, [listed[slot]] if listed else None)
+        one = [leaf[row] for leaf in leaves]
+        found.append(RowsReply(one, rewards[row], terminated[row], truncated[row], extras))
     return found
 
 
