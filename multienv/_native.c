@@ -387,6 +387,7 @@ write_part(Parts *self, Py_ssize_t index, long long numbers, int64_t request, Py
     return fits;
 }
 
+static PyMemberDef parts_members[] = {{"array", T_OBJECT_EX, offsetof(Parts, array), READONLY, NULL}, {NULL}};
 static PySequenceMethods parts_sequence = {
     .sq_length = (lenfunc)parts_length,
     .sq_item = (ssizeargfunc)parts_item,
@@ -400,6 +401,7 @@ static PyTypeObject PartsType = {
     .tp_new = parts_new,
     .tp_dealloc = (destructor)parts_dealloc,
     .tp_as_sequence = &parts_sequence,
+    .tp_members = parts_members,
 };
 
 /* --- infos of numbers --------------------------------------------------------------------------------------------- */

@@ -35,17 +35,28 @@ class Requests:
             one takes as long as to send them, so that is left until somebody wants to.
     """
 
-    __slots__ = ("_by_env", "_contents", "_envs", "name")
+    __slots__ = ("_contents", "_envs", "_places", "name")
 
     def __init__(self, name: str, envs: Collection[int], contents: Sequence[Any]) -> None:
         self.name, self._envs, self._contents = name, envs, contents
-        self._by_env: dict[int, Any] | None = None
+        self._places: dict[int, int] = {}
 
     def content(self, env: int) -> Any:
         """Return what this env, or member, is asked."""
-        if self._by_env is None:
-            self._by_env = dict(zip(self._envs, self._contents, strict=True))
-        return self._by_env[env]
+        return self._contents[self._by_env()[env]]
+
+    def _by_env(self) -> dict[int, int]:
+        """Return the place of each env."""
+        if not self._places:
+            self._places = {env: place for place, env in enumerate(self._envs)}
+        return self._places
+
+    def rows(self, envs: Sequence[int]) -> Any:
+        """Return the actions of these envs as one array, if they lie in one and follow each other; else ``None``."""
+        array, places = getattr(self._contents, "array", None), self._by_env()
+        begin = places[envs[0]]
+        end = begin + len(envs)
+        return array[begin:end] if array is not None and [*map(places.get, envs)] == [*range(begin, end)] else None
 
     def is_whole_step(self, member: int) -> bool:
         """Tell whether a member is asked to step all of its envs."""
@@ -71,13 +82,16 @@ class Taken(NamedTuple):
 
     Attributes:
         envs: These envs, in the order in which they were ready.
-        answers: One for each of them; ``None`` if nothing but an error has come.
-        resets: Those of them that were reset.
+        answers: One for each of them, ``None`` if nothing but an error has come; or, of envs that share a worker and
+            follow each other here, one with a row for each.
+        members: Those that have given these answers, which are still asked; none if the answers were noted.
+        resets: Those of the envs that were reset.
         errors: Env → what was raised.
     """
 
     envs: list[int]
     answers: list[Any]
+    members: Collection[int] = ()
     resets: AbstractSet[int] = frozenset()
     errors: Mapping[int, BaseException] = MappingProxyType({})
 

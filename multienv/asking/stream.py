@@ -54,6 +54,9 @@ class Sharing(Protocol):
     def results(self, current: Endless) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env; no later request changes it."""
 
+    def taken(self, current: Endless) -> Taken | None:
+        """Return all that came, if it can be handed over as it is; it is plain answers to steps of whole members."""
+
 
 class OneEach:
     """Has each member be one env.
@@ -82,6 +85,11 @@ class OneEach:
     def results(self, current: Endless) -> dict[int, Result]:
         """Return what came of the requests that are answered."""
         return results_of(current)
+
+    def taken(self, current: Endless) -> Taken:
+        """Return all that came."""
+        members = list(current.answers)
+        return Taken(members, list(current.answers.values()), members)
 
 
 class Stream:
@@ -203,15 +211,17 @@ class Stream:
         results = [self._ready[env] for env in envs]
         resets = {env for env, one in zip(envs, results, strict=True) if one.name == "reset"}
         errors = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
-        return Taken(envs, [one.answer for one in results], resets, errors)
+        return Taken(envs, [one.answer for one in results], (), resets, errors)
 
     def _look(self, wanted: int, most: int) -> Taken | None:
         """Take what has come, without a wait. Return it if it is plain and all that the caller gets; else note it."""
         current = self._round()
-        is_first = not (self._ready or current.answers or self._sharing.is_shared)
+        is_first = not (self._ready or current.answers)
         is_plain = current.take(self._fan.members, -inf)
-        if is_first and is_plain and wanted <= len(current.answers) <= most:
-            return Taken(list(current.answers), list(current.answers.values()))
+        if is_first and is_plain and current.answers:
+            taken = self._sharing.taken(current)
+            if taken is not None and wanted <= len(taken.envs) <= most:
+                return taken
         self._note()
         return None
 
@@ -269,20 +279,20 @@ class Stream:
             "send",
         )
 
-    def hand_over(self, envs: Collection[int]) -> None:
+    def hand_over(self, envs: Collection[int], members: Collection[int] = ()) -> None:
         """Give these envs, of which all is done, back to the caller: nothing may come after it but the return.
 
-        Ctrl-C that came in the call is raised before that.
+        Ctrl-C that came in the call is raised before that. ``members``: see :class:`Taken`.
         """
-        decided = self.handing_over(envs)
+        decided = self.handing_over(envs, members)
         if interrupts.noted is not None:
             interrupts.raise_noted()
         self.decided = decided
 
-    def handing_over(self, envs: Collection[int]) -> Callable[[Stream], None]:
+    def handing_over(self, envs: Collection[int], members: Collection[int] = ()) -> Callable[[Stream], None]:
         """Return what gives these envs back to the caller once it is ``decided``."""
         self.count_seconds()
-        return partial(Stream._note_handed_over, envs=envs)
+        return partial(Stream._note_handed_over, envs=envs, members=members)
 
     # --- changes, each of which may be broken off and carried out once more -------------------------
 
@@ -333,14 +343,13 @@ class Stream:
         if self._sharing.is_shared or not members <= ready.keys():
             self._due.update(dict.fromkeys(members))
 
-    def _note_handed_over(self, envs: Collection[int]) -> None:
-        ready, given = self._ready, self._given
+    def _note_handed_over(self, envs: Collection[int], members: Collection[int]) -> None:
+        held: dict[int, Any] = self._given if members else self._ready  # those of members were never noted as ready
         for env in envs:
-            if not ready or ready.pop(env, None) is None:  # plain, and never noted as ready
-                given.pop(env, None)
+            held.pop(env, None)
         current = self._fan.members.asked
-        if isinstance(current, Endless) and not self._sharing.is_shared:
-            current.forget(envs)
+        if members and isinstance(current, Endless):
+            current.forget(members)
 
     # --- members ------------------------------------------------------------------------------------
 

@@ -332,7 +332,7 @@ class MultiEnv:
             stream.reader = 0
 
     def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> tuple[Any, ...]:
-        envs, answers, resets, errors = stream.first(k, at_most, timeout)
+        envs, answers, members, resets, errors = stream.first(k, at_most, timeout)
         self._refuse_if_closed("recv()")
         if resets:
             begun = resets - errors.keys()
@@ -347,7 +347,7 @@ class MultiEnv:
             stream.hand_over(envs)
             raise error
         lists = (*map(list, zip(*answers, strict=True)), envs)
-        stream.hand_over(envs)
+        stream.hand_over(envs, members)
         return lists
 
     # --- anything else ----------------------------------------------------------------------------

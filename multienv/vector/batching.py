@@ -393,11 +393,12 @@ class Rows:
         return observations, joined, np.ndarray(count, np.bool_, ended), np.ndarray(count, np.bool_, ended, count)
 
     def some(self, replies: Sequence[RowsReply]) -> tuple[Any, Array, Array, Array]:
-        """Return observations, rewards, terminations and truncations of some envs, one a reply, in new arrays."""
-        count = len(replies)
+        """Return observations, rewards, terminations and truncations of the envs of some replies, in new arrays."""
         parts = list(zip(*map(_VIEWS, replies), strict=True))
         join = bytearray().join
-        rewards = np.ndarray(count, np.float64, join(parts[0]))
+        joined_rewards = join(parts[0])
+        count = len(joined_rewards) // 8
+        rewards = np.ndarray(count, np.float64, joined_rewards)
         terminated, truncated = np.ndarray(count, np.bool_, join(parts[1])), np.ndarray(count, np.bool_, join(parts[2]))
         if not self._has_rows:
             return _gather_listed(self._space, replies), rewards, terminated, truncated

@@ -502,13 +502,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         outcome: Any = self._error_of_some(taken) if taken.errors else self._outcome_of_some(taken)
         begun: list[bool] | None = None  # as it was
         if taken.errors or self._is_disabled or not self._all_begun:
-            begun = [self._has_episode(taken, index) for index in range(len(taken.envs))]
+            begun = self._begun_after(taken)
         stream.call_hooks()
         if begun is not None:
             self._begun[taken.envs] = begun
             self._all_begun = bool(self._begun.all())
         failed = isinstance(outcome, MultienvError)
-        stream.hand_over(taken.envs)
+        stream.hand_over(taken.envs, taken.members)
         if failed:
             raise outcome
         return outcome  # type: ignore[no-any-return]
@@ -521,14 +521,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._with_infos(
             "recv",
             lambda infos: (*rows_of(taken, self._rows), infos, np.array(taken.envs)),
-            partial(self._merged if self._merges else infos_of, replies),
+            partial(self._merged, taken) if self._merges else partial(infos_of, replies),
             partial(infos_of, replies),
         )
 
-    def _merged(self, replies: Sequence[RowsReply]) -> dict[str, Any]:
-        if self._infos_of_some.num_envs != len(replies):
-            self._infos_of_some = InfosOfSome(len(replies))
-        return self._infos_of_some.merged(replies)
+    def _merged(self, taken: Taken) -> dict[str, Any]:
+        if self._infos_of_some.num_envs != len(taken.envs):
+            self._infos_of_some = InfosOfSome(len(taken.envs))
+        return self._infos_of_some.merged(taken.answers)
 
     def _error_of_some(self, taken: Taken) -> EnvsFailedError:
         """Return the error for what has failed, with what the others of these envs returned."""
@@ -542,13 +542,18 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended, infos_of([reply])[0])
         return _collect("recv", failures, returned, *advice_after("recv", self.autoreset_mode, failures))
 
-    def _has_episode(self, taken: Taken, index: int) -> bool:
-        """Tell whether an env has an episode after what has come of its request."""
-        env, reply = taken.envs[index], taken.answers[index]
-        error = taken.errors.get(env)
-        if error is not None:
-            return bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(error))
-        return env in taken.resets or not (self._is_disabled and (reply.terminated[0] or reply.truncated[0]))
+    def _begun_after(self, taken: Taken) -> list[bool]:
+        """Return for each env whether it has an episode after what has come of its request."""
+        begun: list[bool] = []
+        for reply in taken.answers:
+            begun += [False] if reply is None else (~(reply.terminated | reply.truncated)).tolist()
+        for place, env in enumerate(taken.envs):
+            error = taken.errors.get(env)
+            if error is not None:
+                begun[place] = bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(error))
+            elif env in taken.resets or not self._is_disabled:
+                begun[place] = True
+        return begun
 
     # --- many steps -------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Reinforcement Learning Environment Execution Engine", 2022).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from gymnasium.vector import VectorEnv
@@ -17,6 +18,8 @@ from multienv.vector.batching import Array, Rows, joined, listed_observations
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
 from multienv.wire.messages import Reset
+
+_ERRORS = attrgetter("errors")
 
 
 class SharedWorkers:
@@ -46,6 +49,10 @@ class SharedWorkers:
         first = given.get(envs.start)
         if not self.is_shared and (first is None or first.name == "step"):
             return first
+        if first is not None and first.name == "step" and all(given.get(env) is first for env in envs):
+            rows = first.rows(envs)
+            if rows is not None:
+                return Requests("step", [member], [rows])
         found = {env: given[env] for env in envs if env in given}
         resets = {env: request.content(env) for env, request in found.items() if request.name == "reset"}
         if resets:
@@ -83,6 +90,15 @@ class SharedWorkers:
             elif answer is not None and answer.errors:
                 found[env] = Result(name, answer, answer.errors[0])
         return found  # not copied: the worker is asked again after the caller has this
+
+    def taken(self, current: Endless) -> Taken | None:
+        """Return all that came, if no env has raised."""
+        members, replies = list(current.answers), list(current.answers.values())
+        if any(map(_ERRORS, replies)):
+            return None
+        if not self.is_shared:
+            return Taken(members, replies, members)
+        return Taken([env for member in members for env in self._envs[member]], replies, members)
 
     def _of_envs(self, member: int, request: Requests, result: Result) -> list[tuple[int, Result]]:
         """Return what came of a request to a worker, for each env that it concerned."""
@@ -124,9 +140,12 @@ def rows_of(taken: Taken, rows: Rows) -> tuple[Any, Array, Array, Array]:
 
 
 def infos_of(replies: Sequence[RowsReply]) -> list[dict[str, Any]]:
-    """Return the info of each of some envs."""
-    every = [one.extras for one in replies]
-    return [{} if extras is None else next(iter(extras.infos), (0, {}))[1] for extras in every]
+    """Return the info of each env of some replies."""
+    found: list[dict[str, Any]] = []
+    for reply in replies:
+        infos = {} if reply.extras is None else dict(reply.extras.infos)
+        found += [infos.get(slot, {}) for slot in range(len(reply.rewards))]
+    return found
 
 
 class InfosOfSome(VectorEnv[Any, Any, Any]):
@@ -141,7 +160,7 @@ class InfosOfSome(VectorEnv[Any, Any, Any]):
         self._merger = InfoMerger(count)
 
     def merged(self, replies: Sequence[RowsReply]) -> dict[str, Any]:
-        """Return the infos of some envs in one dict."""
+        """Return the infos of the envs of some replies in one dict."""
         parts: list[Any] = [one.extras for one in replies]
         infos = None if None in parts else self._merger.merged([extras.infos for extras in parts])
         if infos is None:

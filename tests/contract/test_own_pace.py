@@ -138,10 +138,10 @@ def test_a_change_that_an_exception_breaks_off_is_carried_out_by_the_next_call(
 
     calls, hand_over = iter(range(10)), Stream._note_handed_over
 
-    def broken_off(stream: Stream, envs: Any) -> None:
+    def broken_off(stream: Stream, envs: Any, members: Any) -> None:
         if next(calls) == 0:
             raise HandlerError
-        hand_over(stream, envs)
+        hand_over(stream, envs, members)
 
     with face(ENV_FNS) as envs:
         envs.reset(seed=0)
@@ -479,6 +479,32 @@ def test_infos_have_a_place_for_each_env_that_is_received(merges: bool) -> None:
         for k in (1, 2, 1):
             infos, _ = envs.recv(k)[-2:]
             assert len(infos) == k if not merges else all(len(value) == k for value in infos.values())
+
+
+class NowAndThenEnv(CounterEnv):
+    """Has an info in some steps alone: a number, or an object."""
+
+    def step(self, action: Any) -> Any:
+        observation, *others, _ = super().step(action)
+        step = int(observation[0])
+        return (observation, *others, {1: {"number": step}, 2: {"object": str(step)}}.get(step % 4, {}))
+
+
+@pytest.mark.parametrize("merges", [True, False])
+@pytest.mark.parametrize("envs_per_worker", [1, 3])
+def test_infos_of_all_are_those_of_step(envs_per_worker: int, merges: bool) -> None:
+    env_fns = [partial(NowAndThenEnv, horizon=9 + index) for index in range(4)]
+    options: Any = {"envs_per_worker": envs_per_worker, "merge_infos": merges}
+    with SubprocessVectorEnv(env_fns, **options) as envs, SubprocessVectorEnv(env_fns, **options) as others:
+        envs.reset(seed=3)
+        others.reset(seed=3)
+        for _ in range(20):
+            infos = others.step(batch(others, [0] * NUM_ENVS))[4]
+            envs.send(batch(envs, [0] * NUM_ENVS))
+            found, indices = envs.recv()[4:]
+            for place, env in enumerate(indices):
+                one, other = (info_of(found, place), info_of(infos, env)) if merges else (found[place], infos[env])
+                assert first_difference(one, other) is None
 
 
 @pytest.mark.parametrize("face", list(FACES))

@@ -560,7 +560,7 @@ MUTANTS = [
         8,
         "vector/hosted_vector_env.py",
         "        taken = stream.first(k, at_most, timeout)\n",
-        "        taken = stream.first(k, at_most, timeout)\n        stream.hand_over(taken.envs)\n",
+        "        taken = stream.first(k, at_most, timeout)\n        stream.hand_over(taken.envs, taken.members)\n",
         ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
@@ -583,8 +583,8 @@ MUTANTS = [
         "recv() returns all plain answers that have come, whatever at_most says.",
         4,
         "asking/stream.py",
-        "        if is_first and is_plain and wanted <= len(current.answers) <= most:\n",
-        "        if is_first and is_plain and wanted <= len(current.answers):\n",
+        "            if taken is not None and wanted <= len(taken.envs) <= most:\n",
+        "            if taken is not None and wanted <= len(taken.envs):\n",
         OWN_PACE,
     ),
     Mutant(
