@@ -165,23 +165,30 @@ def test_in_a_terminal_the_table_is_live_until_ctrl_c(trainer: Trainer, tmp_path
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "multienv", "top", str(trainer.pid), "--every", "0.1"]
     environment = {**os.environ, "PYTHONPATH": PATH, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-        for text in ("busy: step of env 2", "idle"):
-            shown, deadline = "", time.monotonic() + STUCK_AFTER
-            while text not in shown:
-                assert time.monotonic() < deadline, f"never shown: {text!r} in {shown[-4000:]}"
-                if select.select([ours], [], [], 0.2)[0]:
-                    shown += os.read(ours, 65_536).decode(errors="replace")
-            (tmp_path / "step-2").unlink(missing_ok=True)
-        process.send_signal(signal.SIGINT)
+    shown = ""
+
+    def read_until(holds: Callable[[], bool]) -> None:  # to the end: into a full terminal nothing can be written
+        nonlocal shown
         deadline = time.monotonic() + STUCK_AFTER
-        while process.poll() is None:  # read on: it could not write its last table into a full terminal
-            assert time.monotonic() < deadline
+        while not holds():
+            assert time.monotonic() < deadline, f"never so: {shown[-4000:]}"
             if select.select([ours], [], [], 0.2)[0]:
-                os.read(ours, 65_536)
+                shown += os.read(ours, 65_536).decode(errors="replace")
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, ours)
+        stack.callback(os.close, theirs)
+        process = stack.enter_context(
+            subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        )
+        stack.callback(process.kill)
+        read_until(lambda: "busy: step of env 2" in shown)
+        (tmp_path / "step-2").unlink()
+        shown = ""
+        read_until(lambda: "idle" in shown)
+        process.send_signal(signal.SIGINT)
+        read_until(lambda: process.poll() is not None)
         assert process.returncode == 0
-    os.close(ours)
-    os.close(theirs)
 
 
 def refusal(*arguments: object) -> str:
