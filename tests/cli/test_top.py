@@ -236,3 +236,16 @@ def test_a_trainer_that_is_busy_itself_and_the_list_where_several_run(trainer: T
         first, *lines = refusal().splitlines()
     assert first == "Several trainers run here; give the PID of one:"
     assert {str(trainer.pid), str(os.getpid())} <= {line.split()[0] for line in lines}
+
+
+def test_a_trainer_whose_command_has_several_lines_is_named_in_one(reports: Path) -> None:
+    script = "import sys\nfrom kit import CounterEnv\nfrom multienv import SubprocessEnv\n"
+    script += "with SubprocessEnv(CounterEnv).initialize():\n    print()\n    sys.stdin.read()\n"
+    environment = {**os.environ, "PYTHONPATH": PATH}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        command = table(process.pid)["trainer"]["command"]
+    assert " -c import sys from kit import CounterEnv " in command
