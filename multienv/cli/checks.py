@@ -359,15 +359,19 @@ def imports(patient: Patient) -> Row | None:
     function = getattr(patient.env_fn, "func", patient.env_fn)
     own = str(getattr(function, "__module__", "")).partition(".")[0]
     env_fn = partial(imported, cloudpickle.dumps(patient.env_fn), own)
-    began = time.perf_counter()
     try:
         with patient.worker(env_fn=env_fn) as env:
-            alone, each = time.perf_counter() - began, env.call("import_seconds")
+            each = env.call("import_seconds")
     except EnvError as error:  # it can be built, but not while its imports are measured
         raise SpoiledError(str(error).partition("\n")[0]) from error
     total = sum(each.values())
     names = tuple(sorted((one for one in each if each[one] > _PART_OF_IMPORTS * total), key=lambda one: -each[one]))
-    if not names or total < max(_LONG_IMPORTS, _PART_OF_START * alone):
+    if not names or total < _LONG_IMPORTS:
+        return None
+    began = time.perf_counter()
+    with patient.worker():  # not the one above: to measure takes imports, too
+        alone = time.perf_counter() - began
+    if total < _PART_OF_START * alone:
         return None
     with patient.worker(preload=names):  # keeps the process that has imported them
         began = time.perf_counter()

@@ -145,7 +145,7 @@ class Trainer:
 
     Attributes:
         pid: PID of the trainer.
-        command: Its command line.
+        command: Its command line, in one line.
         rows: The workers' rows, sorted by the indices of their envs.
 
     Raises:
@@ -158,7 +158,7 @@ class Trainer:
         self.pid = _the_trainer() if pid is None else pid
         try:
             self._process = psutil.Process(self.pid)
-            self.command = " ".join(self._process.cmdline())
+            self.command = " ".join(" ".join(self._process.cmdline()).split())  # of ``python -c``: several lines
             self.rows: list[dict[str, Any]] = []
             self._workers: dict[int, Worker] = {}  # keys: the inodes of their segments
             self._find_workers()

@@ -126,5 +126,8 @@ def test_flat_statistics_are_numbers_of_any_face() -> None:
     with MultiEnv([*create_subprocess_envs([ENDLESS]), CounterEnv()]) as several:  # one that keeps none
         several.reset(seed=0)
         of_one = flat_statistics(several.envs[0].statistics())  # type: ignore[attr-defined]
-        assert flat_statistics(several.statistics()) == {**of_one, "rss_bytes": pytest.approx(of_one["rss_bytes"])}
+        assert flat_statistics(several.statistics()) == {
+            **of_one,
+            "rss_bytes": pytest.approx(of_one["rss_bytes"], rel=0.1),
+        }
         assert set(of_one) == set(found) == set(flat_statistics([]))

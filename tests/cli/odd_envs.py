@@ -109,12 +109,15 @@ class Doomed(Counted):
         first: The number of the first env with faults.
         times: How many faults there are.
         hangs: Hang instead of a crash.
-        ballast: MiB that a snapshot copies the page table of.
+        fork_seconds: How long a fork takes longer, as that of a large process does.
     """
 
-    def __init__(self, directory: str, first: int, times: int = 1000, hangs: bool = False, ballast: int = 0) -> None:
+    def __init__(
+        self, directory: str, first: int, times: int = 1000, hangs: bool = False, fork_seconds: float = 0.0
+    ) -> None:
         super().__init__(directory)
-        self.ballast = bytearray(b"x") * (ballast << 20)
+        if fork_seconds:
+            os.register_at_fork(before=functools.partial(time.sleep, fork_seconds))
         self.times, self.hangs = times, hangs
         self.is_doomed = self.number >= first
         self.taken = 0
@@ -218,8 +221,8 @@ def normalized() -> Any:
 
 
 def long_with_thread() -> Any:
-    """Build an env whose spec allows an episode of a million steps, and that cannot be forked."""
-    env = gymnasium.make("CartPole-v1", max_episode_steps=1_000_000)
+    """Build an env whose spec allows an episode of ten million steps, and that cannot be forked."""
+    env = gymnasium.make("CartPole-v1", max_episode_steps=10_000_000)
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     return env
 

@@ -238,7 +238,7 @@ def test_kill_at_a_deadline_is_always_told_as_a_hang(clusters: Clusters) -> None
     for _ in range(4):
         hang = partial(FaultyEnv, fault=Fault("hang", "step"))
         policy = RestartPolicy(on_timeout="raise")
-        with RayEnv(hang, ray=options, deadlines=Deadlines(step=0.05), restart=policy) as env:
+        with RayEnv(hang, ray=options, deadlines=Deadlines(step=0.4), restart=policy) as env:
             env.reset(seed=1)
             with pytest.raises(WorkerLostError, match="_end_or_hang") as caught:
                 env.step(1)

@@ -235,9 +235,9 @@ async def test_the_deadline_of_one_step_is_for_that_step_alone(tmp_path: Path) -
 
 @in_a_loop
 async def test_busy_is_not_hung(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(pending, "SILENCE", 0.1)
     async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
         await env.reset(seed=0)
+        monkeypatch.setattr(pending, "SILENCE", 0.5)
         with caplog.at_level(logging.WARNING, "multienv"):
             step = await started(env, tmp_path)
             while not caplog.records:

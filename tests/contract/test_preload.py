@@ -487,5 +487,4 @@ def test_a_module_that_leaves_one_file_open_is_not_preloaded(slow: Slow, capfd: 
     module = slow("FILE = open(os.devnull)")
     with SubprocessEnv(CounterEnv, preload=[module], reports="") as env:
         env.initialize()
-        time.sleep(0.1)
     assert "has left an open file (/dev/null)" in capfd.readouterr().err

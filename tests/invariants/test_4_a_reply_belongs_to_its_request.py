@@ -16,7 +16,8 @@ import pytest
 from faces import KINDS, RAISE, REPLAY, Face, assert_as_without_losses, counts
 from invariant_envs import EchoEnv
 
-from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, is_alive
+from kit import CounterEnv, Fault, FaultyEnv, is_alive
+from kit.gates import WAIT, GateEnv, opened_meanwhile
 from kit.trainer_process import becomes_true
 from multienv import AsyncSubprocessEnvManager, Deadlines, RestartPolicy
 from multienv.errors import CallPendingError, MultienvError, WaitTimeout
@@ -50,20 +51,20 @@ def test_a_worker_that_wakes_up_after_its_deadline_answers_nobody(kind: str, on_
 
 
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
-def test_a_wait_that_ran_out_leaves_the_answer_to_its_own_request(kind: str) -> None:
-    slow = partial(SlowEnv, step_seconds=0.15)
-    with Face(kind, [slow] * 2) as face:
+def test_a_wait_that_ran_out_leaves_the_answer_to_its_own_request(kind: str, tmp_path: Path) -> None:
+    with Face(kind, [partial(GateEnv, tmp_path)] * 2) as face:
         face.reset(0)
-        action: Any = 1 if kind == "subprocess_env" else [1, 2]
+        action: Any = WAIT if kind == "subprocess_env" else [WAIT, 2]
         face.envs.step_async(action)
         with pytest.raises(WaitTimeout):
             face.envs.step_wait(timeout=0.02)
         for other in (lambda: face.step([3, 3]), lambda: face.reset(1), lambda: face.call("poke")):
             with pytest.raises(CallPendingError):
                 other()
+        (tmp_path / "gate").touch()
         seen = face.envs.step_wait()[0]
         assert seen[..., 3].tolist() == action
-        assert [row.observation[3] for row in face.step([3, 0])] == [3, 0][: face.num_envs]
+        assert [row.observation[3] for row in face.step([1, 0])] == [1, 0][: face.num_envs]
         assert face.losses() == 0
 
 
@@ -115,11 +116,11 @@ def test_after_an_error_of_one_env_all_answers_are_those_of_their_envs(kind: str
             assert [row.observation[[0, 3]].tolist() for row in face.step([3, 0])] == [[1, 3], [1, 0]][: face.num_envs]
 
 
-def test_a_manager_that_resets_an_env_under_its_step_hands_out_no_step() -> None:
-    slow = partial(SlowEnv, step_seconds=0.15)
-    with AsyncSubprocessEnvManager([slow, CounterEnv], wait_num=1) as manager:
-        assert list(manager.step({0: 1, 1: 2})) == [1]
-        manager.reset({0: {"seed": 3}})  # the step of env 0 is still running
+def test_a_manager_that_resets_an_env_under_its_step_hands_out_no_step(tmp_path: Path) -> None:
+    with AsyncSubprocessEnvManager([partial(GateEnv, tmp_path), CounterEnv], wait_num=1) as manager:
+        assert list(manager.step({0: WAIT, 1: 2})) == [1]
+        with opened_meanwhile(tmp_path):
+            manager.reset({0: {"seed": 3}})  # the step of env 0 is still running
         assert manager.ready_obs[0][[0, 3]].tolist() == [0, -1]
         timesteps = manager.step({0: 2})
         assert list(timesteps) == [0]

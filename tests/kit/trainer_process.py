@@ -143,6 +143,8 @@ class Trainer:
     def __exit__(self, *error: object) -> None:
         self.process.kill()
         self.process.wait()
+        # The monitor first gets time to end: killed, it would leave its temporary folder.
+        becomes_true(lambda: not self.family())
         for pid in self.family():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -26,8 +26,8 @@ def sides() -> Iterator[tuple[Segment, Segment]]:
     trainer = Segment.create()
     worker = Segment(os.dup(trainer.descriptor))
     yield trainer, worker
-    trainer.close()
-    worker.close()
+    trainer.unmap()
+    worker.unmap()
 
 
 def test_laying_out_cuts_nothing_off_that_the_other_side_writes_meanwhile(sides, monkeypatch):
