@@ -1151,12 +1151,16 @@ class Supervisor:
         position = self.position
         if position.build.exact:
             return self.state.episode is Episode.ENDED
-        return position.build.autoreset != "SAME_STEP" and bool(self.ended().all())
+        return bool(self.ended().all())
 
     def ended(self) -> Any:
-        """Return for each slot of a batch whether the caller has seen the end of its episode last: an array of bool."""
-        bank = self.segment.banks[self.position.seen & 1]
-        return (bank.terminated | bank.truncated | bank.failed) & bool(self.position.seen)
+        """Return for each slot of a batch whether its episode has ended and the next has not begun: an array of bool.
+
+        With SAME_STEP the next has begun when the caller sees the end.
+        """
+        bank, position = self.segment.banks[self.position.seen & 1], self.position
+        can_be = position.seen > 0 and position.build.autoreset != "SAME_STEP"
+        return (bank.terminated | bank.truncated | bank.failed) & can_be
 
     # --- states to come back to -------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from faces import KINDS, RAISE, REPLAY, Face, assert_as_without_losses, counts
 
-from kit import CounterEnv, NondeterministicEnv, assert_no_splice
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, assert_no_splice
 from multienv import (
     RestartPolicy,
 )
@@ -74,6 +74,21 @@ def test_a_lost_episode_ends_before_the_autoreset_begins_the_next(kind: str, mod
             assert (begun.reward, begun.terminated, begun.truncated) == (0.0, False, False)
             assert begun.observation[[0, 3]].tolist() == [0, -1]
         assert face.step([2, 3])[0].observation[[0, 3]].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("envs_per_worker", [1, 2])
+@pytest.mark.parametrize("kind", ["multi_env", "vector_env"])
+def test_after_a_first_step_that_ends_processes_the_next_episode_goes_on(kind: str, envs_per_worker: int) -> None:
+    """With SAME_STEP that step is no reset, though the step before it told of an end."""
+    env_fn = partial(FaultyEnv, fault=Fault("exit", "step", action=3), horizon=2)
+    with Face(kind, [env_fn] * 2, "SAME_STEP", envs_per_worker=envs_per_worker, restart=REPLAY) as face:
+        face.reset(seed=0)
+        face.step([0, 1])
+        assert face.step([0, 1])[1].terminated
+        assert face.step([0, 3])[1].truncated
+        for steps in (1, 0):
+            (_, other) = face.step([0, 1])
+            assert (other.observation[0], other.terminated, other.truncated) == (steps, not steps, False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
