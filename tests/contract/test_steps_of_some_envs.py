@@ -42,7 +42,7 @@ def rows_of(space: Any, values: Any, infos: Any, count: int) -> list[tuple[Any, 
     ]
 
 
-def at_random(envs: Any, steps: int, seed: int, between: Callable[[], object] = bool) -> list[list[Any]]:
+def at_random(envs: Any, steps: int, seed: int, between: Callable[[], object] = lambda: None) -> list[list[Any]]:
     """Send to some of the envs that are idle, and receive some that are under way; return each env's trajectory."""
     random, found = Random(seed), [list[Any]() for _ in range(envs.num_envs)]
     envs.reset_async(seed=3)
