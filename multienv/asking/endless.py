@@ -26,13 +26,13 @@ _LOOK_EVERY = 0.1
 
 
 class Requests:
-    """Holds what is asked of some envs, or members, by one name: in an endless round each may be asked something else.
+    """Holds the requests of one call to some envs, or to some members. Each env of an endless round may be in another.
 
     Args:
         name: What the caller called.
-        envs: Who is asked.
-        contents: For each of them an action, a message, or, of a reset, :class:`InThread`. To look at actions one by
-            one takes as long as to send them, so that is left until somebody wants to.
+        envs: The envs, or members, that are asked.
+        contents: For each of them an action, a message, or, of a reset, :class:`InThread`. To take actions out one by
+            one takes as long as to send them, so it is done only if one of them is looked at.
     """
 
     __slots__ = ("_contents", "_envs", "_places", "name")

@@ -93,7 +93,7 @@ class OneEach:
 
 
 class Stream:
-    """Gives requests to envs, and has what came of them, the first first.
+    """Gives requests to envs, and holds what came of them, in the order in which it came.
 
     A call costs hardly more if there are more envs: it goes over those that it is about.
 
@@ -133,7 +133,7 @@ class Stream:
 
     @property
     def ready(self) -> Mapping[int, Result]:
-        """Return what has come and is not handed over, by env, the first first."""
+        """Return what has come and is not handed over, by env, in the order in which it came."""
         self._carry_out()
         return self._ready
 

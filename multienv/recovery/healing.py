@@ -10,7 +10,7 @@ from multienv.recovery.policy import RecoveryProgress
 from multienv.recovery.position import Position
 from multienv.recovery.recoverer import RecoveredEnvs, Recoverer, Unrecoverable
 from multienv.recovery.reporter import Reporter
-from multienv.recovery.state_machine import Instruction, Kind, NotRecovered, Recovered, State
+from multienv.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Recovered, State
 from multienv.reports.texts import what_happened
 from multienv.sometimes import sometimes
 
@@ -133,7 +133,7 @@ class Healing:
         if loss.command == "initialize":
             sometimes("the first process is lost while its envs are built, and given up")
             return reporter.lost_error(loss, "Run env_fn() in-process to see why; initialize() tries again.")
-        if state.pending_truncations:
+        if state.episode is Episode.TRUNCATED:
             sometimes("a call finds the episode lost")
             reason = state.pending_truncations[0][1].removeprefix(what_happened(loss)).strip()
             return reporter.lost_error(loss, f"{reason} The next step() ends the episode.".strip())

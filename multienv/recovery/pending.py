@@ -155,7 +155,7 @@ class Pending:
         """Note how long an answered request took, if it was waited for, to find ``"auto"`` deadlines by that."""
         if not self._limits.is_learning or request is None:
             return
-        if self._limits.note(request.kind.value, self._took(number, request.steps)):
+        if self._limits.note(request.kind.value, self._took(number, request)):
             self.learn(steps, episodes)
 
     def lengthen(self, request: Request, number: int) -> bool:
@@ -274,15 +274,16 @@ class Pending:
         self._mark = number, mark, since, again
         return again
 
-    def _took(self, number: int, steps: int) -> float:
+    def _took(self, number: int, request: Request) -> float:
         """Return the seconds that an env took for this request, as far as it was waited for; 0.0: it was not.
 
-        Of a rollout it is what each of its ``steps`` took in the mean.
+        Of a rollout it is what each of its steps took in the mean.
         """
         now = time.monotonic()
-        if self._mark[0] == number and not steps:
+        if self._mark[0] == number and not request.steps:
             return max(self._longest, now - self._mark[2])
-        return (now - self._waited[1]) / self._slots / max(1, steps) if self._waited[0] == number else 0.0
+        envs = sum(map(request.touches, range(self._slots)))
+        return (now - self._waited[1]) / max(1, envs * max(1, request.steps)) if self._waited[0] == number else 0.0
 
     def await_reply(self, channel: Channel, number: int, until: float | None, request: Request | None) -> bool:
         """Wait for the reply.

@@ -84,7 +84,7 @@ class Position:
                 self.seeds[slot] = self.seeds[slot] if seed is None else seed
 
     def count_left_alone(self, slots: Iterable[int]) -> None:
-        """Count that the step which is answered now was not one of these slots."""
+        """Leave the step that is answered now out of the count of these slots, which took no part in it."""
         for slot in slots:
             self.steps_before[slot] += 1
 

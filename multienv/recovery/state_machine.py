@@ -469,16 +469,16 @@ def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Ins
         if poisoned:
             return _without_request(after), Instruction.RAISE_POISON
         return after, Instruction.ASK
-    is_step = request.kind is Kind.STEP
-    touched, others = _parted(request, {**event.mismatches, **poisoned} if is_step else event.mismatches)
+    if request.kind is Kind.STEP:
+        skipped, others = _parted(request, {**event.mismatches, **poisoned})
+    else:  # a reset begins new episodes in the slots that it touches
+        skipped = poisoned
+        _, others = _parted(request, event.mismatches)
     after = after._replace(
-        skipped=_merged(state.skipped, touched if is_step else poisoned),
-        pending_truncations=_merged(state.pending_truncations, others),
+        skipped=_merged(state.skipped, skipped), pending_truncations=_merged(state.pending_truncations, others)
     )
-    if not is_step:
-        if poisoned and rules.slots == 1:
-            return _without_request(after, episode=_not_begun(state)), Instruction.RAISE_POISON
-        return after, Instruction.ASK
+    if poisoned and request.kind is Kind.RESET and rules.slots == 1:
+        return _without_request(after, episode=_not_begun(state)), Instruction.RAISE_POISON
     return after, instruction_of(after, rules)
 
 
@@ -494,8 +494,8 @@ def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]
     running = state.episode in (Episode.RUNNING, Episode.TRUNCATED)
     if request is None or request.kind is Kind.CALL:
         return _given_up(after, everyone, running=running), Instruction.RAISE_LOST
-    # The slots that the request does not touch are truncated in their next step. A reset begins new episodes in the
-    # others.
+    # The slots that the request does not touch are truncated in their next step. A reset begins new episodes in those
+    # that it touches.
     touched, others = _parted(request, everyone)
     after = after._replace(pending_truncations=_merged(state.pending_truncations, others if running else {}))
     if request.kind is Kind.STEP:
@@ -562,13 +562,16 @@ def _not_begun(state: State) -> Episode:
 
 
 def _parted(request: Request, reasons: Mapping[int, str]) -> tuple[dict[int, str], dict[int, str]]:
-    """Return those of the slots that a request touches, and the others; each with its reason."""
+    """Part slots with their reasons: return those that a request touches, and the others."""
     touched = {slot: reason for slot, reason in reasons.items() if request.touches(slot)}
     return touched, {slot: reason for slot, reason in reasons.items() if slot not in touched}
 
 
 def _raised(state: State, reason: str, rules: Rules) -> State:
-    """Return the state after an error that tells of a loss; slots that the request does not touch are told later."""
+    """Return the state after an error that tells of a loss. Slots that the request does not touch are truncated later.
+
+    The caller has to reset some of the envs before.
+    """
     request, after = state.request, _given_up(state, {}, running=False)
     if request is None:
         return after

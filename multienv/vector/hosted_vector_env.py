@@ -73,8 +73,6 @@ Infos = dict[str, Any] | list[dict[str, Any]]  # merged as gymnasium does, or on
 Batch = tuple[Any, Array, Array, Array, Any]
 Some = tuple[Any, Array, Array, Array, Any, Array]
 _NOTHING: Array = np.empty(0)
-
-
 _EXTRAS = attrgetter("extras")
 
 

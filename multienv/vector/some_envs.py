@@ -23,7 +23,7 @@ _ERRORS = attrgetter("errors")
 
 
 class SharedWorkers:
-    """Has each worker be asked for several of its envs at once: to reset some, or to step those that have an action.
+    """Says what each worker is asked: to reset some of its envs, or to step those that have an action.
 
     What is given for an env is the batch of its action alone, or seed and options of its reset.
 
@@ -57,15 +57,13 @@ class SharedWorkers:
         resets = {env: request.content(env) for env, request in found.items() if request.name == "reset"}
         if resets:
             seeds, options = zip(*[resets.get(env, (None, None)) for env in envs], strict=True)
-            message: Any = Reset(seeds, options, _touched(envs, resets))
-            return Requests("reset", [member], [message])
+            return Requests("reset", [member], [Reset(seeds, options, _touched(envs, resets))])
         if not found:
             return None
-        # Those that have none need an action too, which nobody looks at, for the batch to be whole.
         actions = {env: request.content(env) for env, request in found.items()}
-        blank = next(iter(actions.values()))
-        message, touched = joined(self._space, [actions.get(env, blank) for env in envs]), _touched(envs, actions)
-        return Requests("step", [member], [message if touched is None else StepOfSome(message, touched)])
+        unused = next(iter(actions.values()))  # the batch has an action for each env, also for those left alone
+        batch, touched = joined(self._space, [actions.get(env, unused) for env in envs]), _touched(envs, actions)
+        return Requests("step", [member], [batch if touched is None else StepOfSome(batch, touched)])
 
     def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the envs of a worker that a request concerns."""
@@ -111,7 +109,7 @@ class SharedWorkers:
 
 
 def _touched(envs: Sequence[int], asked: Collection[int]) -> tuple[bool, ...] | None:
-    """Return of the slots of a worker whether it is asked for their envs; ``None``: it is for all."""
+    """Return for each env of a worker whether it is among those asked; ``None``: all are."""
     return None if len(asked) == len(envs) else tuple(env in asked for env in envs)
 
 

@@ -272,7 +272,7 @@ class Host:
             self.handle(again)
             words[BUSY] = number
             bank = segment.banks[again & 1]
-            if skipped:  # the entry is compared with that of the original request, in which no slot was skipped
+            if skipped:  # the entry is compared with that of the original request, in which these slots took part
                 bank.view[1] = entry.record[1]
                 bank.view[bank.layout.skipped : bank.layout.rewards] = entry.record[
                     bank.layout.skipped : bank.layout.rewards

@@ -225,16 +225,17 @@ def test_time_that_the_trainer_takes_is_not_the_envs(tmp_path: Path) -> None:
         assert time.monotonic() - began < 5.0, "ten times the pause"
 
 
-def test_an_env_that_is_slow_at_its_own_pace_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("face", "asked"), [(multi_env, [0, 1, 2]), (vector_env, [0])], ids=["alone", "shared worker"])
+def test_an_env_that_is_slow_at_its_own_pace_is_waited_for(face: Any, asked: list[int], tmp_path: Path) -> None:
     """A step may take ten times as long as those that were seen, which is more than the shortest deadline."""
-    with multi_env(tmp_path) as envs:
+    with face(tmp_path, restart=FORKS) as envs:
         envs.reset(seed=5)
-        envs.set_attr("pause", 0.08)
-        for _ in range(22):
-            envs.send([0, 0, 0])
+        envs.set_attr("pause", 0.1)
+        for _ in range(limits.STEPS):
+            envs.send([0] * len(asked), asked)
             envs.recv()
         envs.set_attr("pause", 0.6)
-        envs.send([0, 0, 0])
+        envs.send([0] * len(asked), asked)
         envs.recv()
         assert losses(envs) == 0
 

@@ -42,7 +42,7 @@ def rows_of(space: Any, values: Any, infos: Any, count: int) -> list[tuple[Any, 
     ]
 
 
-def at_random(envs: Any, steps: int, seed: int, between: Callable[[], object] = bool) -> list[list[Any]]:
+def at_random(envs: Any, steps: int, seed: int, between: Callable[[], object] = lambda: None) -> list[list[Any]]:
     """Send to some of the envs that are idle, and receive some that are under way; return each env's trajectory."""
     random, found = Random(seed), [list[Any]() for _ in range(envs.num_envs)]
     envs.reset_async(seed=3)
@@ -173,6 +173,7 @@ def test_a_loss_that_is_raised_for_one_env_is_told_to_the_others_by_a_truncation
         with pytest.raises(EnvsFailedError) as caught:
             envs.recv()
         assert {env: type(error) for env, error in caught.value.failures.items()} == {0: WorkerLostError}
+        assert "the next reset() starts a new process" in str(caught.value.failures[0])
         envs.reset_async(options={"reset_mask": mask})
         assert envs.recv()[-1].tolist() == [0]
         observations, _, _, truncations, _ = envs.step(np.array([1] * NUM_ENVS))
