@@ -23,6 +23,8 @@ from multienv.threads import Bell, Task
 
 # Seconds after requests were sent until their deadlines are looked at.
 _LOOK_EVERY = 0.1
+# Seconds between two looks for answers that do not count as time that an env took.
+_BRIEF = 0.01
 
 
 class Requests:
@@ -131,6 +133,7 @@ class Endless:
         bell.silence()
         self._bell, self._watch = bell, Watch(bell)
         self._look_at = 0.0  # when to go over all members that are asked: for deadlines, say
+        self._heard_at = 0.0  # when slow members were looked for last
         self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
         self._slow: set[int] = set()  # members that were asked when all were gone over: their times are noted
         self.requests: dict[int, Requests] = {}
@@ -264,11 +267,13 @@ class Endless:
         if goes_over_all or self._look_now:
             others += self._overdue(members, now, goes_over_all=goes_over_all)
         answered, ended = self._watch.heard(-inf if others else min(until, self._look_at), looks_for_ends=goes_over_all)
-        if self._watch.has_waited:  # else an answer may have lain there while the trainer was elsewhere
-            for member in self._slow.intersection(answered):
-                members.supervisors[member].note_time()
         if self._slow:
+            # Else an answer may have lain there while the trainer was elsewhere.
+            if self._watch.has_waited or now - self._heard_at < _BRIEF:
+                for member in self._slow.intersection(answered):
+                    members.supervisors[member].note_time()
             self._slow.difference_update(answered)
+            self._heard_at = monotonic()
         return answered, others + ended
 
     def _overdue(self, members: Members, now: float, *, goes_over_all: bool) -> list[int]:
