@@ -186,13 +186,19 @@ class Stream:
             UsageError: The results of so many cannot come.
             WaitTimeout: None is ready in time; nothing is lost.
         """
-        _check_counts(count, at_most)
+        if not (type(count) is type(at_most) is int and 0 < count <= at_most):
+            _check_counts(count, at_most)
         until = inf
         if timeout is not None:
             check_seconds("timeout", timeout, zero=True)
             until = monotonic() + timeout
         self._ask()
-        wanted = self._coming(count)
+        coming = len(self._ready) + len(self._given)
+        wanted = coming if count is None else count
+        if not 0 < wanted <= coming:
+            if not coming:
+                raise UsageError("recv(): no env is under way. Call send() first, or reset_async().")
+            raise UsageError(f"recv(): the results of {coming} envs can come. Ask for 1 to {coming} of them.")
         most = wanted if at_most is None else at_most
         if len(self._ready) < most:
             taken = self._look(wanted, most)
@@ -224,18 +230,6 @@ class Stream:
                 return taken
         self._note()
         return None
-
-    def _coming(self, count: int | None) -> int:
-        """Return how many to wait for. Raises UsageError if the results of so many cannot come."""
-        if count is not None and count <= len(self._ready):
-            return count
-        coming = len(self._ready) + len(self._given)
-        wanted = coming if count is None else count
-        if not 0 < wanted <= coming:
-            if not coming:
-                raise UsageError("recv(): no env is under way. Call send() first, or reset_async().")
-            raise UsageError(f"recv(): the results of {coming} envs can come. Ask for 1 to {coming} of them.")
-        return wanted
 
     def end(self, name: str) -> None:
         """Give all envs back to the caller, before ``name`` is called: a reset drops what is under way.
@@ -419,7 +413,7 @@ class Stream:
 
 def _check_counts(count: Any, at_most: Any) -> None:
     for name, given in (("k", count), ("at_most", at_most)):
-        number = given if type(given) is int else integer(given)  # the first is faster
+        number = integer(given)
         if given is not None and (number is None or number < 1):
             raise UsageError(f"recv(): {name} is {given!r:.100}; give an integer of at least 1, or None.")
     if count is not None and at_most is not None and at_most < count:
