@@ -596,14 +596,6 @@ MUTANTS = [
         OWN_PACE,
     ),
     Mutant(
-        "An answer to a thread is taken by the trainer, too.",
-        4,
-        "asking/endless.py",
-        "        self._watch.remove(member)  # the thread hears it\n",
-        "        pass\n",
-        ("tests/simulation/test_single_faults.py",),
-    ),
-    Mutant(
         "A member whose reset left out all its envs is not asked again.",
         5,
         "asking/stream.py",
