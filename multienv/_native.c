@@ -1859,6 +1859,27 @@ write_digests(PyObject *module, PyObject *const *args, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(watch_audit_events_doc, "watch_audit_events(heard): see worker/asked.py. Other events cost a comparison.");
+static int
+hear_audit_event(const char *event, PyObject *arguments, void *heard)
+{
+    if (strcmp(event, "open") && strncmp(event, "os.", 3) && strncmp(event, "socket.", 7) &&
+        strncmp(event, "subprocess.", 11) && strncmp(event, "sqlite3.", 8)) {
+        return 0;
+    }
+    PyObject *done = PyObject_CallFunction(heard, "sO", event, arguments);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+static PyObject *
+watch_audit_events(PyObject *Py_UNUSED(module), PyObject *heard)
+{
+    if (PySys_AddAuditHook(hear_audit_event, Py_NewRef(heard)) < 0) { /* a hook is never taken out again */
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"ask", ask, METH_VARARGS, ask_doc},
     {"take", take, METH_VARARGS, take_doc},
@@ -1866,6 +1887,7 @@ static PyMethodDef methods[] = {
     {"awaits_on", awaits_on, METH_VARARGS, awaits_on_doc},
     {"follow", follow, METH_O, follow_doc},
     {"serve", serve, METH_VARARGS, serve_doc},
+    {"watch_audit_events", watch_audit_events, METH_O, watch_audit_events_doc},
     {"write_digests", (PyCFunction)(void (*)(void))write_digests, METH_FASTCALL, write_digests_doc},
     {NULL},
 };

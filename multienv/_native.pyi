@@ -23,6 +23,7 @@ class Step:
 def serve(
     words: Words, handle: Any, last: int, untimed: int, seconds: float, forks: Any, wake: Callable[[], object]
 ) -> int: ...
+def watch_audit_events(heard: Callable[[str, tuple[Any, ...]], object]) -> None: ...
 def ask(
     supervisors: Sequence[Any],
     members: Sequence[int],

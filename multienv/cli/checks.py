@@ -27,7 +27,7 @@ from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
-from multienv.cli.watching import Noticed, imported, seeded, watched
+from multienv.cli.watching import Noticed, Watched, imported, seeded
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvError, MultienvError, RestartBudgetExceeded, UsageError, WorkerHungError, WorkerLostError
 from multienv.events import Event, Loss, Recovery, Statistics
@@ -78,6 +78,19 @@ _BLOCKS, _BLOCK, _LEAST_EVERY = 9, 5, 20
 # Imports that take so many seconds, and this part of a start, are worth a preload, of packages that take this part of
 # the imports.
 _LONG_IMPORTS, _PART_OF_START, _PART_OF_IMPORTS = 1.0, 0.5, 0.1
+# Things outside that are shown, and what follows from each kind.
+_MOST_SHOWN = 3
+_NO_SNAPSHOTS = "no snapshots"
+_FOLLOWS = {
+    "": "put back in a copy",
+    "threads": "no snapshots: a copy would not have it",
+    "timers": "no snapshots: a copy would not have it",
+    "locks": "no snapshots while it is held",
+    "files": "no snapshots; each loss is replayed, and what was written stays",
+    "sockets": "no snapshots; each loss is replayed, and the other side hears all of it again",
+    "pipes": "no snapshots; what was read is gone",
+}
+_KEEP_OPEN = "A file that is open from the constructor on, for reading or for writing, does not forbid snapshots."
 # Number of stderr lines shown of a lost worker.
 _LAST_WORDS = 10
 _USE_NP_RANDOM = "Take random numbers only from self.np_random."
@@ -391,7 +404,7 @@ def compares(patient: Patient) -> Row | None:
     def look(env: SubprocessEnv) -> None:
         patient.noticed = env.call("noticed")
 
-    patient.other = undisturbed(patient, patient.first.steps, env_fn=partial(watched, patient.env_fn), look=look)
+    patient.other = undisturbed(patient, patient.first.steps, env_fn=partial(Watched, patient.env_fn), look=look)
     kind = patient.noticed.incomparable
     if not kind:
         return None
@@ -587,6 +600,22 @@ def _look_now_and_then(look: Callable[[SubprocessEnv], object], env: SubprocessE
 
 
 # --- the ways of recovery -------------------------------------------------------------------------
+
+
+def outside(patient: Patient) -> Row:
+    """Tell what the env has beyond its memory, and what follows from each."""
+    found = patient.noticed.outside
+    if not found:
+        return Row("ok", "nothing beyond its memory: a forked copy has all of it")
+    obstacles = [one for one in found if one.obstacle]
+    shown = (obstacles or list(found))[:_MOST_SHOWN]
+    means = "; ".join(f"{one.when} {one.what}: {_FOLLOWS.get(one.obstacle, _NO_SNAPSHOTS)}" for one in shown)
+    if len(found) > len(shown):
+        means += f"; and {len(found) - len(shown)} more"
+    if not obstacles:
+        return Row("ok", means)
+    is_written = any(one.obstacle == "files" and one.when.startswith("in ") for one in obstacles)
+    return Row("note", means, _KEEP_OPEN if is_written else "")
 
 
 def forks(patient: Patient) -> Row:
@@ -789,8 +818,8 @@ def _rounded_down(steps: float) -> int:
 
 
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
-    builds, steps, imports, compares, repeats, begins_anew, draws, shares, renders, forks, replays, hangs, leaks,
-    snapshots,
+    builds, steps, imports, compares, repeats, begins_anew, draws, shares, renders, outside, forks, replays, hangs,
+    leaks, snapshots,
 )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
-"""Find out, from inside its worker, what an env imports and draws from, and whether its values can be compared."""
+"""Find out, inside its worker, what an env imports, draws from and has outside, and if its values can be compared."""
 
 from __future__ import annotations
 
 import builtins
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +15,23 @@ import gymnasium
 
 from multienv.testing.side_by_side import EnvFn
 from multienv.wire.digests import MARK, evidence_of
+from multienv.worker.asked import obstacle_of
+from multienv.worker.census import OBSTACLES, census, standard_streams
 from multienv.worker.seeding import seed_process, state_of_process
+
+
+class Outside(NamedTuple):
+    """Tells of one thing that an env has beyond its memory.
+
+    Attributes:
+        when: When it was first seen: ``"after its construction"`` and so on.
+        what: For people.
+        obstacle: One of ``OBSTACLES``; ``""``: it is put back.
+    """
+
+    when: str
+    what: str
+    obstacle: str
 
 
 class Noticed(NamedTuple):
@@ -23,37 +40,73 @@ class Noticed(NamedTuple):
     Attributes:
         drawn_from: Which of ``random`` and ``numpy.random`` it has drawn from, or seeded, in resets and steps.
         incomparable: Name of the type of a value that it returned and that cannot be compared; ``""``: there is none.
+        outside: What it has beyond its memory.
     """
 
     drawn_from: tuple[str, ...] = ()
     incomparable: str = ""
+    outside: tuple[Outside, ...] = ()
 
 
 class Watched(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Compares the generators of the process before and after each reset and step, and looks at what they return."""
+    """Compares the generators of the process before and after each reset and step, and looks at what they return.
 
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
+    Args:
+        env_fn: Builds the env. What the process has open before is multienv's.
+    """
+
+    def __init__(self, env_fn: EnvFn) -> None:
+        self._ours = {int(name) for name in os.listdir("/proc/self/fd")} if sys.platform == "linux" else set()
+        self._standard = standard_streams()
+        self._outside: dict[tuple[str, str], Outside] = {}
+        self._is_called, self._steps = False, 0
+        super().__init__(env_fn())
         self._noticed = Noticed()
         self._before = state_of_process()
+        self._take_census("after its construction")
+        sys.addaudithook(self._hear)
 
     def reset(self, **options: Any) -> Any:
         """Reset the env."""
-        self._before = state_of_process()
-        observation, info = self.env.reset(**options)
+        self._before, self._is_called = state_of_process(), True
+        try:
+            observation, info = self.env.reset(**options)
+        finally:
+            self._is_called = False
         self._look(observation)
+        if not self._steps:
+            self._take_census("after a reset")
         return observation, info
 
     def step(self, action: Any) -> Any:
         """Step the env."""
-        self._before = state_of_process()
-        *result, info = self.env.step(action)
+        self._before, self._is_called = state_of_process(), True
+        self._steps += 1
+        try:
+            *result, info = self.env.step(action)
+        finally:
+            self._is_called = False
         self._look(*result)
         return (*result, info)
 
     def noticed(self) -> Noticed:
         """Return what was noticed up to now."""
-        return self._noticed
+        self._take_census(f"after {self._steps} steps")
+        return self._noticed._replace(outside=tuple(self._outside.values()))
+
+    def _take_census(self, when: str) -> None:
+        for found in census(self._ours, (), self._standard) if sys.platform == "linux" else ():
+            what = found.name or os.readlink(f"/proc/self/fd/{found.descriptor}")  # noqa: PTH115 - may lead nowhere
+            self._note(when, what, OBSTACLES[found.obstacle])
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._is_called and obstacle_of(event, arguments):
+            what = f"{event}({', '.join(map(repr, arguments[-1:] if event.startswith('socket') else arguments[:1]))})"
+            when = "in a step" if self._steps else "in a reset"
+            self._note(when, f"{what:.80}", OBSTACLES[obstacle_of(event, arguments)])
+
+    def _note(self, when: str, what: str, obstacle: str) -> None:
+        self._outside.setdefault((obstacle, what), Outside(when, what, obstacle))
 
     def _look(self, *returned: Any) -> None:
         pairs = zip(("random", "numpy.random"), self._before, state_of_process(), strict=True)
@@ -63,11 +116,6 @@ class Watched(gymnasium.Wrapper[Any, Any, Any, Any]):
         known = self._noticed
         drawn_from = tuple(sorted(changed.union(known.drawn_from), reverse=True))
         self._noticed = Noticed(drawn_from, known.incomparable or incomparable)
-
-
-def watched(env_fn: EnvFn) -> Watched:
-    """Build an env that is watched."""
-    return Watched(env_fn())
 
 
 class Imported(gymnasium.Wrapper[Any, Any, Any, Any]):

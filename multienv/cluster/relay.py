@@ -33,7 +33,7 @@ LINGER = 0.002
 # Seconds between two looks at the memory of a worker.
 _LOOK = 0.1
 # The control words that the trainer reads: what the worker is at, and what it tells of itself.
-TOLD = (*range(BUSY, BUSY + 3), *range(PID, PID + 7))
+TOLD = (*range(BUSY, BUSY + 3), *range(PID, PID + 8))
 
 
 class Relayed:

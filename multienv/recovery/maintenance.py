@@ -11,7 +11,7 @@ from multienv.recovery.policy import Recycling
 from multienv.recovery.position import Position
 from multienv.recovery.reporter import memory_of
 from multienv.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOTS, STEP_SECONDS
-from multienv.worker.snapshots import OBSTACLES
+from multienv.worker.census import OBSTACLES
 
 
 class Maintenance:

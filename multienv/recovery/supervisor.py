@@ -121,7 +121,7 @@ from multienv.wire.messages import (
     pack_message,
     seeds_from,
 )
-from multienv.wire.segment import OBSTACLE, REPLY, REQUEST, SNAPSHOT, STEP_SECONDS, Segment
+from multienv.wire.segment import ASKED, OBSTACLE, REPLY, REQUEST, SNAPSHOT, STEP_SECONDS, Segment
 from multienv.worker.starts import LARGE_SHARE, SHARE
 
 logger = logging.getLogger("multienv")
@@ -587,9 +587,12 @@ class Supervisor:
 
     def _fate_of(self, gone: Gone) -> Fate:
         """Return how a process ended; without a snapshot that is of no use."""
-        fate = gone.fate
-        if fate.snapshot is not None and fate.snapshot > self.position.number:  # of a request that was taken back
+        fate, snapshot = gone.fate, gone.fate.snapshot
+        if snapshot is not None and snapshot > self.position.number:  # of a request that was taken back
             sometimes("a snapshot is newer than the last answer")
+            return replace(fate, snapshot=None)
+        if snapshot is not None and snapshot < self.segment.words[ASKED]:
+            sometimes("an env has asked outside after its snapshot")
             return replace(fate, snapshot=None)
         return fate
 

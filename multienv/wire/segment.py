@@ -54,11 +54,12 @@ BANK_SIZE = 53  # bytes of one bank; 0: not laid out yet (both, the same)
 FILE_LIMIT = 48  # bytes that the file may have: a half for the banks, an eighth for each longer payload (trainer)
 PID = 56  # the process that serves this segment (worker)
 SNAPSHOTS = 57  # forked snapshots it has taken (worker)
-OBSTACLE = 58  # index into snapshots.OBSTACLES: why it takes none (worker)
+OBSTACLE = 58  # index into census.OBSTACLES: why it takes none (worker)
 STEP_SECONDS = 59  # float64: env time of a step without resets in it, smoothed; 0: not known (worker)
 RESIDENT = 60  # its resident memory in bytes, where its process is on another machine; 0: ask the system (relay)
 SNAPSHOT = 61  # number of the last request executed in its newest forked snapshot; 0: there is none (worker)
 OTHER_SECONDS = 62  # float64: time that resets and recorded calls have taken, all together (worker)
+ASKED = 63  # number of the last request in which an env asked outside, as Python tells; 0: in none (worker)
 SHARED = 64  # 1: the first byte on the wake socket brings the file that the workers share (trainer)
 
 _SHORT_PAYLOAD = 2048

@@ -40,13 +40,14 @@ class Affinity:
         account: Descriptor of the kernel's account of waiting; -1: this system has none, and nothing is bound.
 
     Attributes:
+        account: As given.
         is_crowded: Something else wants the core: do not look for requests.
     """
 
     def __init__(self, words: Any, account: int) -> None:
         self.is_crowded = False
         self._words = words
-        self._account = account
+        self.account = account
         self._samples = 0
         self._is_bound = False
         self._rest, self._rests_until = REST, 0.0
@@ -63,7 +64,7 @@ class Affinity:
 
     def start(self) -> None:
         """Remember the present cores and scheduling policy of this process, to restore them later."""
-        if self._account >= 0:
+        if self.account >= 0:
             self._cores, self._policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
 
     def consider(self, seconds: float, steps: int) -> None:
@@ -74,7 +75,7 @@ class Affinity:
             steps: Number of steps since the last sample.
         """
         sharing, core = self._words[SPINNERS], self._words[CORE]
-        if self._account < 0 or not (sharing or self._is_bound):
+        if self.account < 0 or not (sharing or self._is_bound):
             return
         before, self._waited = self._waited, self._seconds_waited()
         waited = 0.0 if before is None else (self._waited - before) / steps
@@ -94,11 +95,11 @@ class Affinity:
 
     def end(self) -> None:
         """Restore cores and scheduling policy, and close the account."""
-        if self._account >= 0:
+        if self.account >= 0:
             self._let_go()
             with contextlib.suppress(OSError):  # the env may have closed all descriptors it found
-                os.close(self._account)
-            self._account = -1
+                os.close(self.account)
+            self.account = -1
 
     def _bind(self, core: int) -> None:
         is_the_envs = os.sched_getaffinity(0) != self._cores or os.sched_getscheduler(0) != self._policy
@@ -118,4 +119,4 @@ class Affinity:
 
     def _seconds_waited(self) -> float:
         """Return the seconds that this process was ready to run and waited for a core."""
-        return int(os.pread(self._account, 128, 0).split()[1]) * 1e-9
+        return int(os.pread(self.account, 128, 0).split()[1]) * 1e-9

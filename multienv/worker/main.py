@@ -133,6 +133,7 @@ def _live(ends: Ends, make_host: MakeHost) -> None:
                 segment.words[REPLY] = number  # tells the trainer that it is up
                 _wake(ends.wake_socket)
             affinity = Affinity.of_this_process(segment.words)
+            snapshots.account = affinity.account
             _serve(ends.wake_socket, host, segment, snapshots, forks, affinity)
             break
         except Woken as again:

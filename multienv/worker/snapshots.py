@@ -1,16 +1,17 @@
 """Forked snapshots: now and then a worker forks itself, and the copy freezes.
 
-The copy is exact by construction, whatever the env is made of. When the worker is lost, the copy wakes, receives new
-descriptors, and executes again the few requests that came after the fork. A snapshot costs the worker a fork, and
-memory only for pages that are written to afterwards (copy-on-write).
+The memory of the copy is exact by construction, whatever the env is made of. When the worker is lost, the copy wakes,
+receives new descriptors, and executes again the few requests that came after the fork. A snapshot costs the worker a
+fork, and memory only for pages that are written to afterwards (copy-on-write).
 
 The copy holds neither end of the worker's wake socket: else the socket would stay open when the worker dies, and nobody
 would see the death. It leads a process group of its own. It waits on a socket whose other end only the monitor holds: a
 message wakes the copy, and the end of the socket ends it. When the worker is dead, the copy becomes a child of the
 monitor, so that the monitor learns its exit status, too.
 
-An env with threads, child processes, sockets, pipes, a GPU or shared memory does not survive a fork. Then no snapshot
-is taken, and the control word ``OBSTACLE`` says why.
+A fork copies memory, not the world. Each time the module ``census`` looks for what the process has beyond its memory.
+Regular files are put back in the copy; if anything else is found, no snapshot is taken, and the control word
+``OBSTACLE`` says why. A snapshot is also of no use if the env has asked outside in a request after it: see ``asked``.
 """
 
 from __future__ import annotations
@@ -19,20 +20,30 @@ import contextlib
 import ctypes
 import os
 import random
-import re
 import signal
 import socket
 import struct
 import sys
 import time
 from array import array
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from multienv.wire.banks import OVERHEAD
-from multienv.wire.segment import OBSTACLE, SHARED_NAME, SNAPSHOT, SNAPSHOTS, Segment
-from multienv.wire.shared_file import DATA_NAME
+from multienv.wire.segment import OBSTACLE, SNAPSHOT, SNAPSHOTS, Segment
+from multienv.worker.asked import Asked
+from multienv.worker.census import (
+    CHILDREN,
+    FAILED,
+    LOCKS,
+    OBSTACLES,
+    THREADS,
+    TIMERS,
+    Found,
+    census,
+    put_back,
+    standard_streams,
+)
 from multienv.worker.ends import MARK_VARIABLE, Ends, mark_of
 
 # Process, number of the last request executed in it, and the token it is kept under; 0: the newest, for recoveries.
@@ -41,19 +52,9 @@ WAKING = struct.Struct("<Q")  # the monitor
 # What comes with WAKING: wake socket, memory, stack, announcements, stderr.
 _WAKING_DESCRIPTORS = 5
 
-# Why there are none; control word OBSTACLE is an index.
-OBSTACLES = ("", "threads", "child processes", "sockets", "devices", "the fork failed", "shared memory", "pipes")
-_THREADS, _CHILDREN, _SOCKETS, _DEVICES, _FAILED, _SHARED, _PIPES = range(1, 8)
-# Pygame starts this thread for callbacks by the clock, which no deterministic env asks for.
-_HARMLESS_THREADS = ("SDLTimer\n",)
-_DEVICE_PREFIXES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/infiniband")
-# Their contents, and the counts of an eventfd, would be those of both processes.
-_PIPE_PREFIXES = ("pipe:", "anon_inode:", "/memfd:")
-_OURS = (f"/memfd:{SHARED_NAME} ", f"/memfd:{DATA_NAME} ")
-_STANDARD = 2  # standard input, output and error, whatever they are
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-# In the kernel's list of mappings: memory that a copy would share with its worker, except multienv's segment.
-_SHARED_MAPPING = re.compile(rb" .w.s .*(?<!/memfd:%s \(deleted\))\n" % SHARED_NAME.encode())
+# If the census finds these, an older snapshot is still good: the copy starts or takes its own.
+_OF_THE_PROCESS = (THREADS, CHILDREN, FAILED, LOCKS, TIMERS)
 
 # Env time between two snapshots: as many times what a fork takes, so that they cost a third of a percent; the pages
 # copied afterwards and the copy's own work cost as much again.
@@ -95,12 +96,18 @@ class Snapshots:
         segment: The worker's segment.
         ends: The worker's descriptors.
         fork: Makes the copy.
+
+    Attributes:
+        account: A further descriptor of multienv; see ``affinity``.
     """
 
     def __init__(self, segment: Segment, ends: Ends, fork: Callable[[], int] = os.fork) -> None:
+        self.account = -1
         self._segment = segment
         self._ends = ends
         self._fork = fork
+        self._standard = standard_streams()
+        self._asked = Asked(segment.words)
         self._number = 0  # of the last request executed in the newest snapshot; in a woken copy: in the copy
         self._token = 0
         self._every = -1
@@ -108,6 +115,7 @@ class Snapshots:
         self._interval = _SHORTEST
         self._cost = 0.0
         self._pids: set[int] = set()
+        self._newest = 0  # pid of the newest snapshot for recoveries
 
     @property
     def watches_all(self) -> bool:
@@ -132,10 +140,13 @@ class Snapshots:
             return
         steps = number - self._number
         if steps >= self._every if self._every else self._is_due(number, steps, step_seconds):
-            obstacle = self._take(number, 0)
+            obstacle = self._asked.take() or self._take(number, 0)
             self._segment.words[OBSTACLE] = obstacle
             if obstacle:  # the obstacle may go away: try again later
+                self._number = number
                 self._interval = _OBSTACLE_FACTOR * max(_SHORTEST, self._interval)
+                if obstacle not in _OF_THE_PROCESS:
+                    self._drop()
 
     def _is_due(self, number: int, steps: int, step_seconds: float) -> bool:
         """Tell whether a snapshot is due: at round numbers, so that workers stepped together also fork together.
@@ -157,6 +168,8 @@ class Snapshots:
     def go_on(self, segment: Segment, ends: Ends) -> None:
         """Take over segment and descriptors in a woken copy, and take another snapshot in its place."""
         self._segment, self._ends = segment, ends
+        self._standard = standard_streams()
+        self._asked.move(segment.words)
         self._take(self._number, self._token)
         self._token = 0
         self._interval = 0.0  # take a newer one soon: the worker may well be lost again
@@ -170,12 +183,14 @@ class Snapshots:
         self._reap()
         began = time.perf_counter()
         try:
-            obstacle = self._obstacle()
-            if obstacle:
-                return obstacle
+            files = []
+            for found in self.census():
+                if found.obstacle:
+                    return found.obstacle
+                files.append(found)
             ours, theirs = socket.socketpair()
         except OSError:  # no descriptor is left
-            return _FAILED
+            return FAILED
         for stream in (sys.stdout, sys.stderr):  # or the copy would write the buffered text again
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -186,19 +201,19 @@ class Snapshots:
         except OSError:
             ours.close()
             theirs.close()
-            return _FAILED
+            return FAILED
         if pid == 0:
             ours.close()
             random.setstate(drawn)
             self._number, self._token = number, token
-            self._freeze(theirs, timers)
+            self._freeze(theirs, timers, files)
         theirs.close()
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # worker and copy both do this, because either may be first
         is_announced = self._announce(ANNOUNCEMENT.pack(pid, number, token), ours)
-        if not token and is_announced:  # what was recorded since the one before is needed no more
-            self._segment.words[SNAPSHOT] = number
         self._pids.add(pid)
+        if not token and is_announced:  # what was recorded since the one before is needed no more
+            self._segment.words[SNAPSHOT], self._newest = number, pid
         self._segment.words[SNAPSHOTS] += 1
         self._cost = max(time.perf_counter() - began, 0.75 * self._cost)
         longest = max(_LONGEST, _LEAST_MULTIPLE * self._cost)
@@ -224,39 +239,33 @@ class Snapshots:
             except ChildProcessError:  # the env reaps every child it finds
                 self._pids.discard(pid)
 
-    def _obstacle(self) -> int:
-        """Return the index in OBSTACLES of what would not survive a fork, or 0."""
-        for task in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):
-                if int(task) != os.getpid():
-                    if Path(f"/proc/self/task/{task}/comm").read_text() not in _HARMLESS_THREADS:
-                        return _THREADS
-                elif set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split())) - self._pids:
-                    return _CHILDREN
-        ours = self._ends.descriptors()
-        for descriptor in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - a Path costs ten times as much
-                if int(descriptor) <= _STANDARD or int(descriptor) in ours:
-                    continue
-                if target.startswith("socket:"):
-                    return _SOCKETS
-                if target.startswith(_PIPE_PREFIXES) and not target.startswith(_OURS):  # a mapping has its own
-                    return _PIPES
-                if target.startswith(_DEVICE_PREFIXES):
-                    return _DEVICES
-        return _SHARED if _SHARED_MAPPING.search(Path("/proc/self/maps").read_bytes()) else 0
+    def census(self) -> Iterator[Found]:
+        """Yield what this process has beyond its memory, except what is harmless."""
+        return census({*self._ends.descriptors(), self.account}, self._pids, self._standard)
+
+    def _drop(self) -> None:
+        """End the newest snapshot, because what it would repeat is not only in its memory."""
+        self._segment.words[SNAPSHOT] = 0
+        if self._newest in self._pids:  # else its number may be that of another process by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._newest, signal.SIGKILL)
 
     # --- in the copy ----------------------------------------------------------------------------
 
-    def _freeze(self, channel: socket.socket, timers: list[tuple[float, float]]) -> NoReturn:
-        """Close what is the worker's, and wait; raise `Woken` when woken, exit when no longer needed."""
+    def _freeze(
+        self, channel: socket.socket, timers: Sequence[tuple[float, float]], files: Sequence[Found]
+    ) -> NoReturn:
+        """Close what is the worker's, and wait; raise `Woken` when woken, exit when no longer needed.
+
+        Files are put back at once: a copy that kept those of the worker would keep its locks, too.
+        """
         try:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
             self._ends.close()
             self._segment.close()
             self._pids.clear()
+            put_back(files)
             with channel:
                 message, descriptors, _, _ = socket.recv_fds(channel, WAKING.size, _WAKING_DESCRIPTORS)
             if len(message) < WAKING.size or len(descriptors) < _WAKING_DESCRIPTORS:

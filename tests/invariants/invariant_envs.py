@@ -207,19 +207,26 @@ class FileEnv(CounterEnv):
         self.path = path
 
     def step(self, action: Any) -> Any:
+        self.write()
+        return super().step(action)
+
+    def write(self) -> None:
         with Path(self.path).open("ab") as file:
             file.write(b".")
-        return super().step(action)
 
     def _next_draw(self) -> float:
         return super()._next_draw() + (Path(self.path).stat().st_size if Path(self.path).exists() else 0)
 
 
 class TemporaryFileEnv(FileEnv):
-    """Has its file in a new folder below the temporary one, which it never removes."""
+    """Has its file in a new folder below the temporary one, which it never removes; the file stays open."""
 
     def __init__(self) -> None:
         super().__init__(str(Path(tempfile.mkdtemp(), "steps")))
+        self.file = Path(self.path).open("ab", buffering=0)  # noqa: SIM115
+
+    def write(self) -> None:
+        self.file.write(b".")
 
 
 class EngineEnv(ForkingEnv):
