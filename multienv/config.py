@@ -185,8 +185,8 @@ class RestartPolicy(Named):
             that never replays, crash reports have no journal either.
         replay_limit: Seconds of env time that a replay may take for each env, including resets, calls and renderings.
         snapshots: Workers fork themselves now and then (Linux only), and a lost worker is recovered from its frozen
-            copy, exactly, for any kind of env. An env with threads, child processes, sockets, pipes, shared memory or
-            a GPU has no snapshots; ``statistics().no_snapshots`` says why.
+            copy, exactly, for any kind of env. An env that has something outside its memory (threads, sockets, a
+            database, a GPU) has no snapshots; ``statistics().no_snapshots`` says why.
         snapshot_every: Steps between two snapshots; ``None`` finds a good number: at most 1 % of the env's time.
         max_snapshots: How many snapshots from ``env.snapshot()`` may exist at a time; each is a frozen process.
         recycle_after_steps: Replace a process after this many steps, for simulators that leak. Between two episodes,

@@ -142,8 +142,8 @@ class Statistics:
             several envs, the time of all of them together.
         journal_bytes: Bytes in the journal: after the start of a run, about two episodes of each env.
         snapshots: Snapshots that the present process has forked; the newest is kept.
-        no_snapshots: Why the process takes no snapshots at present: ``"threads"``, ``"child processes"``,
-            ``"sockets"``, ``"pipes"``, ``"devices"``, ``"shared memory"`` or ``"the fork failed"``; else ``""``.
+        no_snapshots: Why the process takes no snapshots at present: what it has outside its memory, such as
+            ``"threads"``, ``"sockets"`` or ``"files"``, or ``"the fork failed"``; ``""`` if it takes some.
         rss: Resident memory of the worker in bytes; ``None`` if it cannot be read.
         last_loss: The last loss, or ``None``.
         last_recovery: The outcome of the last loss, or ``None``.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import gymnasium
 
+from multienv.processes.leftovers import open_descriptors
 from multienv.testing.side_by_side import EnvFn
 from multienv.wire.digests import MARK, evidence_of
 from multienv.worker.asked import obstacle_of
@@ -56,7 +56,7 @@ class Watched(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     def __init__(self, env_fn: EnvFn) -> None:
-        self._ours = {int(name) for name in os.listdir("/proc/self/fd")} if sys.platform == "linux" else set()
+        self._ours = open_descriptors()
         self._standard = standard_streams()
         self._outside: dict[tuple[str, str], Outside] = {}
         self._is_called, self._steps = False, 0
@@ -96,14 +96,13 @@ class Watched(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _take_census(self, when: str) -> None:
         for found in census(self._ours, (), self._standard) if sys.platform == "linux" else ():
-            what = found.name or os.readlink(f"/proc/self/fd/{found.descriptor}")  # noqa: PTH115 - may lead nowhere
-            self._note(when, what, OBSTACLES[found.obstacle])
+            self._note(when, found.what, OBSTACLES[found.obstacle])
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._is_called and obstacle_of(event, arguments):
             what = f"{event}({', '.join(map(repr, arguments[-1:] if event.startswith('socket') else arguments[:1]))})"
             when = "in a step" if self._steps else "in a reset"
-            self._note(when, f"{what:.80}", OBSTACLES[obstacle_of(event, arguments)])
+            self._note(when, f"{what:.160}", OBSTACLES[obstacle_of(event, arguments)])
 
     def _note(self, when: str, what: str, obstacle: str) -> None:
         self._outside.setdefault((obstacle, what), Outside(when, what, obstacle))

@@ -16,7 +16,6 @@ import gc
 import importlib
 import os
 import pickle
-import re
 import select
 import signal
 import socket
@@ -26,14 +25,14 @@ import sys
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from pathlib import Path
 from typing import NoReturn
 
 from multienv.processes.forked import become_worker, part_from_monitor
-from multienv.processes.leftovers import children, kill, open_descriptors
+from multienv.processes.leftovers import kill, open_descriptors
 from multienv.processes.protocol import Order, close_all
 from multienv.wire.messages import Setting
 from multienv.worker import main as worker_main
+from multienv.worker.census import CHILDREN, OBSTACLES, SHARED, THREADS, TIMERS, census, standard_streams
 
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
@@ -43,7 +42,8 @@ _OWN = 5  # so many descriptors that come with an order are the worker's ends an
 _MOST_TEXT = 2000
 # The pid of a worker that was forked, or the negative number of the error.
 _ANSWER = struct.Struct("<q")
-_SHARED_MAPPING = re.compile(rb" .w.s ")
+# What imports may leave and is no file.
+_NO_FILES = (THREADS, CHILDREN, SHARED, TIMERS)
 
 
 class Template:
@@ -205,7 +205,7 @@ def _import(
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
     worker_main.take_surroundings(setting)
-    before = {descriptor for descriptor in open_descriptors() if _is_open(descriptor)}  # not that of the list itself
+    before, standard = open_descriptors(), standard_streams()
     for name in names:
         package = name.partition(".")[0]
         if is_learned and (name in sys.modules or package in left_out):
@@ -215,7 +215,7 @@ def _import(
         except BaseException as error:
             if not is_learned:
                 return f"importing {name} raised {type(error).__name__}: {error}".rstrip(": ")
-        left = _left(before)
+        left = _left(before, standard)
         if left:
             why = f"importing {name} has left {left}, which a fork would share or lose"
             return f"{_LEFT_OUT}{package}{_LEFT_OUT}{why}" if is_learned else why
@@ -230,25 +230,12 @@ def _import(
     return ""
 
 
-def _is_open(descriptor: int) -> bool:
-    """Tell whether this process has this descriptor."""
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
-def _left(before: set[int]) -> str:
+def _left(before: set[int], standard: set[tuple[int, int, int]]) -> str:
     """Return in words what imports have left besides modules."""
-    if len(os.listdir("/proc/self/task")) > 1:
-        return "threads"
-    if children():
-        return "child processes"
-    for descriptor in open_descriptors() - before:
-        with contextlib.suppress(OSError):
-            return f"an open file ({Path(f'/proc/self/fd/{descriptor}').readlink()})"
-    return "shared memory" if _SHARED_MAPPING.search(Path("/proc/self/maps").read_bytes()) else ""
+    for found in census(before, (), standard):
+        kind = OBSTACLES[found.obstacle]
+        return kind if found.obstacle in _NO_FILES else f"an open file ({found.what})"
+    return ""
 
 
 def _fork(channel: socket.socket, order: Order, descriptors: list[int], monitor: int, folder: str) -> None:

@@ -37,12 +37,14 @@ THREADS, CHILDREN, SOCKETS, DEVICES, FAILED, SHARED, PIPES, LOCKS, TIMERS, FILES
 _HARMLESS_THREADS = ("SDLTimer\n",)
 # /dev/null, /dev/zero, /dev/full, /dev/random and /dev/urandom: they have no state.
 _HARMLESS_DEVICES = {os.makedev(1, minor) for minor in (3, 5, 7, 8, 9)}
-# In the kernel's list of mappings: memory that other processes share, whether it may be written, and its file.
-_SHARED_MAPPING = re.compile(rb" .(.).s [0-9a-f]+ \S+ \d+ *(.*)\n")
+# In the kernel's list of mappings: the last of the permissions says that memory is shared, the file comes at the end.
+_SHARED_MAPPING = re.compile(rb"s [0-9a-f]{8,} \S+ \d+ *(.*)\n")
 # A file of these folders that is mapped for reading may be memory that another process writes to.
 _MEMORY = (b"/dev/", b"/memfd:", b"/SYSV")
 _OUR_MAPPING = f"/memfd:{SHARED_NAME} ".encode()
 _OUR_DATA = f"/memfd:{DATA_NAME} "  # Python's mmap keeps a descriptor of what it maps
+# All other kinds are obstacles; epoll, eventfd, timerfd, inotify and so on have none of these.
+_OBSTACLE_OF = {stat.S_IFSOCK: SOCKETS, stat.S_IFIFO: PIPES, stat.S_IFCHR: DEVICES, stat.S_IFBLK: DEVICES}
 # Their files look like regular ones.
 _KERNEL_FOLDERS = ("/proc", "/sys", "/sys/fs/cgroup", "/dev/mqueue")
 _OF_ALL_PROCESSES = "pid:[4026531836]"  # the PID namespace in which /proc/locks shows all locks
@@ -54,7 +56,7 @@ class Found(NamedTuple):
 
     Attributes:
         obstacle: An index of OBSTACLES; 0: it is put back.
-        name: What it is, for people: a path, or the kernel's name.
+        name: What it is, for people: a path, or the kernel's name; ``""``: of a file that is put back, see ``what``.
         descriptor, flags, position: Of a file that is put back.
         same_as: Another descriptor of the same open file, which shares its position; -1: there is none.
     """
@@ -65,6 +67,11 @@ class Found(NamedTuple):
     flags: int = 0
     position: int = 0
     same_as: int = -1
+
+    @property
+    def what(self) -> str:
+        """Return what it is: that of a file is only looked up if it is wanted."""
+        return self.name or _name(self.descriptor)
 
 
 def census(
@@ -131,15 +138,16 @@ def _tasks(copies: Collection[int]) -> Iterator[Found]:
 
 
 def _mappings() -> Iterator[Found]:
-    for match in _SHARED_MAPPING.finditer(Path("/proc/self/maps").read_bytes()):
-        written, name = match.groups()
-        is_read_only_file = written == b"-" and name.startswith(b"/") and not name.startswith(_MEMORY)
+    mappings = Path("/proc/self/maps").read_bytes()
+    for match in _SHARED_MAPPING.finditer(mappings):
+        name, permission_to_write = match[1], mappings[match.start() - 2]
+        is_read_only_file = permission_to_write == ord("-") and name.startswith(b"/") and not name.startswith(_MEMORY)
         if not is_read_only_file and not name.startswith(_OUR_MAPPING):
             yield Found(SHARED, os.fsdecode(name) or "memory")
 
 
 def _descriptors(ours: Collection[int], standard: Collection[tuple[int, int, int]]) -> Iterator[Found]:
-    locked, files = _locked_inodes(), dict[tuple[int, int, int], list[Found]]()
+    locked, files = _locked_inodes(), dict[tuple[int, ...], list[Found]]()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor in ours:
             continue
@@ -148,29 +156,30 @@ def _descriptors(ours: Collection[int], standard: Collection[tuple[int, int, int
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         except OSError:  # it was open while the list was read
             continue
-        place, kind = (status.st_dev, status.st_ino), stat.S_IFMT(status.st_mode)
+        place = status.st_dev, status.st_ino
         if descriptor <= _STANDARD and (descriptor, *place) in standard:
             continue
-        if kind == stat.S_IFREG or kind == stat.S_IFDIR:
-            found = _judged(descriptor, status, flags, locked)
-            if found is None:
-                continue
-            if not found.obstacle:
-                same = files.setdefault((*place, flags), [])
-                found = found._replace(same_as=next((one.descriptor for one in same if _share(one, found)), -1))
-                same.append(found)
+        found = _judged(descriptor, status, flags, locked)
+        if found is not None and found.obstacle:
             yield found
-        elif kind == stat.S_IFSOCK:
-            yield Found(SOCKETS, _name(descriptor))
-        elif kind == stat.S_IFIFO:
-            yield Found(PIPES, _name(descriptor))
-        elif kind == 0:  # epoll, eventfd, timerfd, inotify and so on
-            yield Found(DESCRIPTORS, _name(descriptor))
-        elif status.st_rdev not in _HARMLESS_DEVICES or kind != stat.S_IFCHR:
-            yield Found(DEVICES, _name(descriptor))
+        elif found is not None:  # together with those that may be the same open file
+            single = descriptor if stat.S_ISDIR(status.st_mode) else -1
+            files.setdefault((*place, flags, found.position, single), []).append(found)
+    for alike in files.values():
+        yield from alike if len(alike) == 1 else _with_duplicates(alike)
 
 
 def _judged(descriptor: int, status: os.stat_result, flags: int, locked: Collection[int] | None) -> Found | None:
+    """Return what is found of a descriptor; ``None``: it is harmless."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind in (stat.S_IFREG, stat.S_IFDIR):
+        return _judged_file(descriptor, status, flags, locked)
+    if kind == stat.S_IFCHR and status.st_rdev in _HARMLESS_DEVICES:
+        return None
+    return Found(_OBSTACLE_OF.get(kind, DESCRIPTORS), _name(descriptor))
+
+
+def _judged_file(descriptor: int, status: os.stat_result, flags: int, locked: Collection[int] | None) -> Found | None:
     """Return what is found of a regular file or a folder; ``None``: it is harmless."""
     if flags & os.O_PATH:  # only a name
         return None
@@ -185,14 +194,22 @@ def _judged(descriptor: int, status: os.stat_result, flags: int, locked: Collect
     return Found(0, "", descriptor, flags, os.lseek(descriptor, 0, os.SEEK_CUR))
 
 
-def _share(one: Found, other: Found) -> bool:
-    """Tell whether two descriptors of a file share their position: one is a duplicate of the other."""
-    if one.position != other.position:
-        return False
-    os.lseek(one.descriptor, one.position + 1, os.SEEK_SET)
-    shares = os.lseek(other.descriptor, 0, os.SEEK_CUR) == one.position + 1
-    os.lseek(one.descriptor, one.position, os.SEEK_SET)
-    return shares
+def _with_duplicates(alike: Sequence[Found]) -> list[Found]:
+    """Return these files, all at one position; a descriptor that is a duplicate of another says so.
+
+    Duplicates share their position: each gets another one, for a moment, and what was overwritten shows.
+    """
+    found, firsts = [], dict[int, int]()
+    try:
+        for place, file in enumerate(alike, 1):
+            os.lseek(file.descriptor, file.position + place, os.SEEK_SET)
+        for file in alike:
+            first = firsts.setdefault(os.lseek(file.descriptor, 0, os.SEEK_CUR), file.descriptor)
+            found.append(file if first == file.descriptor else file._replace(same_as=first))
+    finally:
+        for file in alike:
+            os.lseek(file.descriptor, file.position, os.SEEK_SET)
+    return found
 
 
 def _locked_inodes() -> Collection[int] | None:

@@ -484,7 +484,7 @@ class ShowingEnv(CounterEnv):
 
 
 def test_a_module_that_leaves_one_file_open_is_not_preloaded(slow: Slow, capfd: pytest.CaptureFixture[str]) -> None:
-    module = slow("FILE = open(os.devnull)")
+    module = slow("FILE = open(__file__)")
     with SubprocessEnv(CounterEnv, preload=[module], reports="") as env:
         env.initialize()
-    assert "has left an open file (/dev/null)" in capfd.readouterr().err
+    assert "has left an open file (" in capfd.readouterr().err

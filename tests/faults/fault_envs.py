@@ -54,7 +54,7 @@ class CrashesByChance(CounterEnv):
     def __init__(self, path: str, crashes: tuple[int, ...]) -> None:
         super().__init__(horizon=None)
         # Open all the time: a file that a step opens for writing forbids snapshots.
-        self.file, self.crashes = Path(path).open("ab", buffering=0), crashes
+        self.file, self.crashes = Path(path).open("ab", buffering=0), crashes  # noqa: SIM115
 
     def step(self, action: Any) -> Any:
         self.file.write(b".")
