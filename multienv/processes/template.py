@@ -34,6 +34,7 @@ from multienv.processes.leftovers import children, kill, open_descriptors
 from multienv.processes.protocol import Order, close_all
 from multienv.wire.messages import Setting
 from multienv.worker import main as worker_main
+from multienv.worker import source_files
 
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
@@ -206,6 +207,7 @@ def _import(
     signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
     worker_main.take_surroundings(setting)
     before = {descriptor for descriptor in open_descriptors() if _is_open(descriptor)}  # not that of the list itself
+    began = time.time_ns()
     for name in names:
         package = name.partition(".")[0]
         if is_learned and (name in sys.modules or package in left_out):
@@ -219,6 +221,7 @@ def _import(
         if left:
             why = f"importing {name} has left {left}, which a fork would share or lose"
             return f"{_LEFT_OUT}{package}{_LEFT_OUT}{why}" if is_learned else why
+    source_files.note(began)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     faulthandler.unregister(signal.SIGALRM)
     for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again
