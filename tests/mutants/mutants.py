@@ -34,6 +34,7 @@ SIMULATED_STARTS = ("tests/simulation/test_single_faults.py", "tests/simulation/
 UNIT_JOURNAL = ("tests/unit/test_journal.py",)
 EVIDENCE = ("tests/invariants/test_3_all_bytes_are_evidence.py",)
 REPLAYED = ("tests/invariants/test_3_replayed_is_said.py",)
+CODE = ("tests/invariants/test_3_code_that_changed.py",)
 OWN_PACE = ("tests/contract/test_own_pace.py",)
 STEPS_OF_SOME = ("tests/contract/test_steps_of_some_envs.py",)
 RECYCLING = ("tests/contract/test_recycling.py",)
@@ -357,6 +358,62 @@ MUTANTS = [
         '        parts.append(("the final observation differs", layout.finals, 8, going_on))\n',
         "        pass\n",
         EVIDENCE,
+    ),
+    Mutant(
+        "The code of a replay is not compared with that of the lost process.",
+        3,
+        "recovery/recoverer.py",
+        "                self._compare_code(build, channel, progress)\n",
+        "",
+        CODE,
+    ),
+    Mutant(
+        "A replay by edited code counts as exact.",
+        3,
+        "recovery/supervisor.py",
+        "not (plan.resets or progress.changed)",
+        "not plan.resets",
+        CODE,
+    ),
+    Mutant(
+        "A replay by edited code is taken where only exact recoveries are.",
+        3,
+        "recovery/recoverer.py",
+        '        if self._policy.accept == "exact":\n',
+        "        if False:\n",
+        CODE,
+    ),
+    Mutant(
+        "A module that was preloaded counts as imported when the worker built its envs.",
+        3,
+        "processes/template.py",
+        "    source_files.note(began)\n",
+        "",
+        CODE,
+    ),
+    Mutant(
+        "A build that raises in a recovery is not tried again.",
+        3,
+        "recovery/recoverer.py",
+        "if left < 2 * _LEAST_PAUSE or",
+        "if True or",
+        CODE,
+    ),
+    Mutant(
+        "With autoreset, a step whose envs cannot be built raises, and the episode never ends.",
+        3,
+        "recovery/state_machine.py",
+        "        return _without_new_envs(after, rules, Instruction.NOTHING)\n",
+        "        pass\n",
+        CODE,
+    ),
+    Mutant(
+        "After a reset whose env could not be built, a new env is stepped without a reset.",
+        1,
+        "recovery/state_machine.py",
+        "episode = _not_begun(state) if rules.slots == 1 and not rules.resets_itself else state.episode",
+        "episode = state.episode",
+        CODE,
     ),
     Mutant(
         "A replay from a reset counts as exact.",
