@@ -34,7 +34,7 @@ SIMULATED_STARTS = ("tests/simulation/test_single_faults.py", "tests/simulation/
 UNIT_JOURNAL = ("tests/unit/test_journal.py",)
 EVIDENCE = ("tests/invariants/test_3_all_bytes_are_evidence.py",)
 REPLAYED = ("tests/invariants/test_3_replayed_is_said.py",)
-CODE = ("tests/invariants/test_3_code_that_changed.py",)
+CODE = ("tests/invariants/test_3_code_that_changed.py", "tests/unit/test_source_files.py")
 OWN_PACE = ("tests/contract/test_own_pace.py",)
 STEPS_OF_SOME = ("tests/contract/test_steps_of_some_envs.py",)
 RECYCLING = ("tests/contract/test_recycling.py",)
@@ -390,6 +390,22 @@ MUTANTS = [
         "    source_files.note(began)\n",
         "",
         CODE,
+    ),
+    Mutant(
+        "A file that is written while it may be imported counts as known.",
+        3,
+        "worker/source_files.py",
+        "_UNKNOWN if status.st_mtime_ns > began else status.st_size",
+        "status.st_size",
+        ("tests/unit/test_source_files.py",),
+    ),
+    Mutant(
+        "On another machine the times of files are compared, too.",
+        3,
+        "worker/source_files.py",
+        "first = 0 if host == other_host else 1",
+        "first = 0",
+        ("tests/unit/test_source_files.py",),
     ),
     Mutant(
         "A build that raises in a recovery is not tried again.",
