@@ -560,7 +560,7 @@ class Recoverer:
         """
         until = progress.began + _BUILDS_WITHIN if progress.until is None else progress.until
         failed: RequestFailedError | None = None
-        tries = 0
+        progress.doing, tries = "building in a new process", 0
         while True:
             tries += 1
             try:
@@ -577,8 +577,8 @@ class Recoverer:
             sometimes("a build that raises is tried again")
             longest = max(_LEAST_PAUSE, self._policy.max_backoff)
             pause = min(longest, max(_LEAST_PAUSE, self._policy.backoff) * 2.0 ** min(tries - 1, 60), left / 2)
-            doing = f"waiting to build the envs again, {_why_not_built(failed)}"
-            self._pause(time.monotonic() + pause, progress, doing)
+            progress.doing = f"building again in a new process, because {_why_not_built(failed)}"
+            self._pause(time.monotonic() + pause, progress, progress.doing)
 
     def _restart_in_turn(self, build: Build, progress: RecoveryProgress, lost: Collection[int]) -> Channel:
         turns = self.turns
@@ -604,7 +604,6 @@ class Recoverer:
             except NoCapacityError as error:
                 raise NotBuilt(str(error)) from error.with_traceback(None)
             try:
-                progress.doing = "building in a new process"
                 self.await_build(build, channel, number, self.start_deadline(progress), progress)
             except Gone as gone:
                 sometimes("a replacement is lost while its envs are built")
