@@ -22,7 +22,7 @@ from gymnasium.vector import AutoresetMode
 from kit import kill_worker
 from kit.makers import multi_env
 from multienv import Deadlines, Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
-from multienv.errors import EnvError, EnvsFailedError, NotRestoredError
+from multienv.errors import EnvError, EnvsFailedError, NotRestoredError, WorkerLostError
 
 NO_SNAPSHOTS = RestartPolicy(snapshots=False, backoff=0.0)
 EXACT_ALONE = RestartPolicy(snapshots=False, backoff=0.0, accept="exact")
@@ -72,6 +72,10 @@ class Module:
     def break_(self) -> None:
         """Save half of the file."""
         self.path.write_text("class Slope(gymnas")
+
+
+def _zeros(envs: int, observation: Any) -> Any:
+    return np.int64(0) if envs == 1 else np.zeros(envs, np.int64)
 
 
 def _built(name: str) -> Any:
@@ -349,6 +353,26 @@ def test_a_file_that_stays_broken_truncates_and_only_the_next_reset_raises(
     else:
         assert np.ravel(env.step(actions)[3])[0]
     env.close()
+
+
+@pytest.mark.parametrize("envs", [1, 2])
+def test_a_rollout_that_meets_a_broken_file_raises_and_the_next_step_is_truncated(module: Module, envs: int) -> None:
+    run = Run(module, envs, deadlines=SHORT)
+    run.steps(3)
+    module.break_()
+    kill_worker(run.env)
+    with pytest.raises((WorkerLostError, EnvsFailedError), match="SyntaxError"):
+        run.env.rollout(partial(_zeros, envs), 4)
+    module.write()
+    answer = run.step()
+    assert is_truncated(answer)
+    assert "SyntaxError" in reason_of(answer)
+    if envs == 1:
+        run.env.reset()
+    else:
+        assert run.steps(1) == [0.0]
+    assert run.steps(2) == [1.0, 2.0]
+    run.env.close()
 
 
 def test_a_constructor_that_raises_once_in_a_recovery_is_called_again(module: Module, tmp_path: Path) -> None:
