@@ -130,7 +130,8 @@ class Deadlines(Named):
             Then the process is killed, and a warning says so. Each worker of the trainer adds 10 ms: of many that
             end at the same time, the last waits for the others. Cannot be ``None``.
         recovery: The recovery of the envs of one lost worker, all attempts together; then the step is truncated. Each
-            attempt except the last may use half of the remaining time.
+            attempt except the last may use half of the remaining time. An ``env_fn`` that raises in place of a lost env
+            is called again for as long; with ``None`` for 120 s.
     """
 
     start: float | None = 120.0
@@ -168,14 +169,14 @@ class RestartPolicy(Named):
             even if it raised by chance.
         accept: Which recoveries are taken, if the action is ``"replay"``. ``"exact"``: only those that go on from a
             forked copy of the lost process, or repeat all that happened since the env was built; an episode that can
-            only be repeated from a reset is truncated. ``"replayed"``: those from a reset too, if at least one whole
-            episode compares equal. The same holds for ``restore()``, ``load_state_dict()`` and replacements by plan:
-            ``"exact"`` takes new envs between two episodes only if ``recycle_after_episodes`` is given too.
+            only be repeated from a reset, or by edited code, is truncated. ``"replayed"``: those too, if at least one
+            whole episode compares equal. The same holds for ``restore()``, ``load_state_dict()`` and replacements by
+            plan: ``"exact"`` takes new envs between two episodes only if ``recycle_after_episodes`` is given too.
         max_restarts: Restarts of a worker allowed within ``window``; one more raises
             :class:`~multienv.errors.RestartBudgetExceeded`.
         window: Length of the window, in seconds.
         backoff: Seconds to wait before the second restart in a row without progress. The wait doubles with each further
-            restart, with jitter. The first restart is immediate.
+            restart, with jitter. The first restart is immediate. A build that raises is tried again after such pauses.
         max_backoff: The longest such wait, in seconds.
         poison_after: How many processes the same request may kill before it counts as poison.
         journal_limit: Bytes of memory for the journal of each env. A replay needs the journal: it begins with the

@@ -117,6 +117,8 @@ class Channel(ABC):
         patience: Seconds that the envs may take to close where nobody calls :meth:`close`; 0: their process is killed
             when it does not end at once.
         is_closing: The process has been asked to close its envs.
+        code: From which files the code of the envs came that were built in this process; ``b""``: none were built here
+            yet, or those of a snapshot were woken.
     """
 
     segment: Segment
@@ -124,6 +126,7 @@ class Channel(ABC):
     envs = "the env"
     patience = 0.0
     is_closing = False
+    code = b""
 
     @property
     @abstractmethod

@@ -62,6 +62,7 @@ from multienv.processes.protocol import (
 )
 from multienv.processes.template import Template
 from multienv.worker import main as worker_main
+from multienv.worker import source_files
 from multienv.worker.ends import mark_of
 from multienv.worker.snapshots import ANNOUNCEMENT, WAKING
 
@@ -762,9 +763,11 @@ def main(control: int, preload: list[str], spawn_command: list[str], thread_vari
         signal.signal(number, signal.SIG_IGN)
     while os.open(os.devnull, os.O_RDWR) < 2:  # a daemon's standard streams are closed: none of ours gets their numbers
         pass
+    began = time.time_ns()
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    source_files.note(began)
     worker_main.set_title("multienv monitor")
     gc.collect()
     gc.freeze()  # workers share these objects' pages; a collection would touch and so copy them

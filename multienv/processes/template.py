@@ -32,6 +32,7 @@ from multienv.processes.leftovers import kill, open_descriptors
 from multienv.processes.protocol import Order, close_all
 from multienv.wire.messages import Setting
 from multienv.worker import main as worker_main
+from multienv.worker import source_files
 from multienv.worker.census import CHILDREN, OBSTACLES, SHARED, THREADS, TIMERS, census, standard_streams
 
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
@@ -206,6 +207,7 @@ def _import(
     signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
     worker_main.take_surroundings(setting)
     before, standard = open_descriptors(), standard_streams()
+    began = time.time_ns()
     for name in names:
         package = name.partition(".")[0]
         if is_learned and (name in sys.modules or package in left_out):
@@ -219,6 +221,7 @@ def _import(
         if left:
             why = f"importing {name} has left {left}, which a fork would share or lose"
             return f"{_LEFT_OUT}{package}{_LEFT_OUT}{why}" if is_learned else why
+    source_files.note(began)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     faulthandler.unregister(signal.SIGALRM)
     for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again

@@ -123,14 +123,10 @@ class Answers:
             return self._unwrapped(segment, read, extras)
         infos: dict[int, Any] = dict(extras.infos) if skipped else {}
         for slot, reason in skipped:
-            final_info = {"multienv": self._truncation_info(reason)}
-            if self._same_step:
-                last = self._last_observation(segment, slot)
-                infos[slot] = {**infos.get(slot, {}), "final_obs": last, "final_info": final_info, **final_info}
+            begun = infos.get(slot, {}) if self._same_step else {}
+            infos[slot] = {**begun, **self._info_of_truncation(segment, slot, reason)}
             if not self._same_step or bank.skipped[slot] == NOT_RESET:
                 self._show_again(segment, (slot,), reply)
-            if not self._same_step:
-                infos[slot] = final_info
             reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True
         if left_alone:
             self._show_again(segment, left_alone, reply)
@@ -157,18 +153,25 @@ class Answers:
         return reply
 
     def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply | Transition:
-        """Return the honest end of all episodes without a process: what was seen last once more."""
-        infos = [(slot, {"multienv": self._truncation_info(reason)}) for slot, reason in skipped]
+        """Return the honest end of these episodes without a process: what was seen last once more."""
         if self._codec.exact:
             last = None
             if segment is not None:
                 with contextlib.suppress(Exception):  # what cannot be unpickled here was never seen
                     last = self._last_observation(segment, 0)
-            return last, 0.0, False, True, infos[0][1]
+            return last, 0.0, False, True, {"multienv": self._truncation_info(skipped[0][1])}
         assert segment is not None
         reply = self._codec.rows(segment, self._position.seen)
-        reply.rewards[:], reply.terminated[:], reply.truncated[:] = 0.0, False, True
+        infos = [(slot, self._info_of_truncation(segment, slot, reason)) for slot, reason in skipped]
+        slots = [slot for slot, _ in skipped]
+        reply.rewards[slots], reply.terminated[slots], reply.truncated[slots] = 0.0, False, True
         return reply.with_extras(Extras(infos, {}, self._unpickled_rows(self._position.pickled_rows_now, {})))
+
+    def _info_of_truncation(self, segment: Segment, slot: int, reason: str) -> dict[str, Any]:
+        info = {"multienv": self._truncation_info(reason)}
+        if not self._same_step:
+            return info
+        return {"final_obs": self._last_observation(segment, slot), "final_info": info, **info}
 
     def plain(self, segment: Segment, number: int) -> RowsReply | Transition:
         """Return the answer to a plain step of which some infos are pickled. Raises Illegible."""

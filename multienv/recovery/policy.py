@@ -26,6 +26,7 @@ class RecoveryProgress:
         replayed: Requests that were replayed in them.
         method: What recovered the envs.
         is_exact: The recovery counts as exact; else as replayed.
+        changed: Says that the code has changed since the lost process imported it; ``""``: not as far as is known.
         doing: What it waits for, in words.
         setback: Why the snapshot did not recover the envs; ``""``: it did, or was not tried.
         deaths: How many processes died at one request of a replay: (request, killed from outside) → number.
@@ -41,6 +42,7 @@ class RecoveryProgress:
     replayed: int = 0
     method: RecoveryMethod = ""
     is_exact: bool = True
+    changed: str = ""
     doing: str = ""
     setback: str = ""
     deaths: Counter[tuple[int, bool]] = field(default_factory=Counter)

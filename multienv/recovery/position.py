@@ -121,7 +121,7 @@ class Position:
             "journal": self.journal.dump(),
             "shown": self.shown(segment),
             "spaces": self.spaces,
-            "build": (self.build.seeds, self.build.draws, dict(self.build.generators)),
+            "build": (self.build.seeds, self.build.draws, dict(self.build.generators), self.build.code),
             "seeds": tuple(self.seeds),
             "number": self.number,
             "steps": self.steps,
@@ -133,8 +133,8 @@ class Position:
     def load(self, data: Mapping[str, Any]) -> None:
         """Hold what :meth:`dump` returned, but for what was seen last: that needs a process, see :meth:`show`."""
         self.journal.load(data["journal"])
-        seeds, draws, generators = data["build"]
-        self.build = replace(self.build, seeds=seeds, draws=draws, generators=generators)
+        seeds, draws, generators, code = data["build"]
+        self.build = replace(self.build, seeds=seeds, draws=draws, generators=generators, code=code)
         self.seeds[:], self.steps_before[:] = data["seeds"], data["steps_before"]
         self.number, self.steps, self.episodes = data["number"], data["steps"], data["episodes"]
         self.seconds, self.spaces = data["seconds"], data["spaces"]

@@ -22,6 +22,7 @@ from multienv import interrupts
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import NoCapacityError, ResultNotPicklableError
 from multienv.processes.channel import Channel, Fate, Gone
+from multienv.recovery.code import BatchCode
 from multienv.recovery.journal import UNKNOWN, Plan
 from multienv.recovery.policy import RecoveryProgress, RestartBudget
 from multienv.recovery.state_machine import LOSSES
@@ -43,6 +44,7 @@ from multienv.wire.messages import (
     pack_message,
 )
 from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
+from multienv.worker.source_files import changed_file
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
@@ -54,6 +56,9 @@ _UP_WITHIN = 10.0
 _SILENCE = 2.0
 # Seconds between two checks whether the worker was closed during a back-off.
 _LOOK = 0.02
+# Seconds for which a build that raises is tried again without Deadlines.recovery, and the shortest pause before that.
+_BUILDS_WITHIN = 120.0
+_LEAST_PAUSE = 0.1
 _BUILDING = -2
 
 
@@ -75,6 +80,10 @@ class RequestFailedError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
         self.failure = failure
+
+
+def _why_not_built(failed: RequestFailedError) -> str:
+    return f"env_fn raised {failed.failure.type_name}: {failed}"
 
 
 def _unreadable(error: Exception) -> Failure:
@@ -136,6 +145,7 @@ class Recoverer:
         codec: Encodes actions and decodes replies; known then.
         restarts: Processes started in place of lost ones.
         turns: Bounds how many workers build at the same time; ``None``: nothing does.
+        code: What the workers of a batch have in common about their code.
         learn: Called with what a process has imported to build the envs, if it was asked for that.
     """
 
@@ -151,6 +161,7 @@ class Recoverer:
         self.codec: Codec | None = None
         self.restarts = 0
         self.turns: Turns | None = None
+        self.code = BatchCode()
         self.learn: Callable[[Imports], object] = lambda imports: None
         self._launcher = launcher
         self._policy = policy
@@ -270,7 +281,7 @@ class Recoverer:
         channel.segment.words[RESTARTS] = self.restarts
         number = self.next_number()
         generators = {slot: state for slot, state in build.generators.items() if slot not in lost}
-        message = replace(build, replacement=replacement, generators=generators)
+        message = replace(build, replacement=replacement, generators=generators, code=b"")
         self.publish(channel, number, pack_message(message))
         return channel, number
 
@@ -287,6 +298,7 @@ class Recoverer:
             raise
         if not isinstance(description, Description):  # of a multienv that the env has imported anew
             raise channel.kill(cause="broken", detail=f"it described the envs by a {type(description).__name__}")
+        channel.code = description.code
         self._note(build, description)
         assert self.codec is not None
         channel.segment.lay_out(self.codec.layout)
@@ -297,7 +309,7 @@ class Recoverer:
             self.learn(description.imports)
         if self.description is None:
             self.codec = Codec(description, build.exact, build.space, build.autoreset)
-            self.description = description
+            self.description = replace(description, code=b"")
         elif self.description.spaces != description.spaces:
             raise Unrecoverable("env_fn built an env with other spaces than the first time")
 
@@ -355,10 +367,14 @@ class Recoverer:
                 sometimes("no restart is left")
                 raise BudgetSpentError
             progress.begins_at = now + delay if progress.until is None else min(now + delay, progress.until)
-        while not self._closed and time.monotonic() < progress.begins_at:
-            sometimes("a restart waits for its turn")
+        sometimes("a restart waits for its turn", time.monotonic() < progress.begins_at)
+        self._pause(progress.begins_at, progress, "waiting before the next restart (RestartPolicy.backoff)")
+
+    def _pause(self, until: float, progress: RecoveryProgress, doing: str) -> None:
+        """Wait; log what for if the recovery takes long. Raises Unrecoverable if the worker is closed."""
+        while not self._closed and time.monotonic() < until:
             if time.monotonic() >= progress.log_at:
-                self._say(progress, "waiting before the next restart (RestartPolicy.backoff)")
+                self._say(progress, doing)
             interrupts.sleep(_LOOK)
         if self._closed:
             raise Unrecoverable("it was closed")
@@ -487,12 +503,9 @@ class Recoverer:
                 try:
                     channel = self.restart(build, progress, plan.missing.keys() - set(anew))
                 except RequestFailedError as failed:
-                    progress.deaths[_BUILDING, False] += 1
-                    if progress.deaths[_BUILDING, False] >= self._policy.poison_after:
-                        why = f"env_fn raised {failed.failure.type_name}: {failed}"
-                        # Without its frames, which would keep a segment mapped as long as the caller keeps the error.
-                        raise NotBuilt(why) from failed.with_traceback(None)
-                    continue
+                    # Without its frames, which would keep a segment mapped as long as the caller keeps the error.
+                    raise NotBuilt(_why_not_built(failed)) from failed.with_traceback(None)
+                self._compare_code(build, channel, progress)
                 try:
                     mismatches = self._replay(channel, plan, progress, until)
                 except Gone as gone:
@@ -522,16 +535,52 @@ class Recoverer:
                 break
         raise Unrecoverable(reason)
 
+    def _compare_code(self, build: Build, channel: Channel, progress: RecoveryProgress) -> None:
+        """Note whether the envs were built from other code. Raises Unrecoverable if only exact recoveries are taken."""
+        file = changed_file(build.code, channel.code)
+        progress.changed = file and f"{file} has changed since the process that is replaced imported it"
+        if not file:
+            return
+        sometimes("the code has changed since the lost process imported it")
+        self.code.tell(file)
+        if self._policy.accept == "exact":
+            self._let_go(channel)
+            raise Unrecoverable(f"{progress.changed}, and RestartPolicy(accept='exact') takes no replay by other code")
+
     def restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int] = ()) -> Channel:
         """Launch a process, wait until its envs are built and return its channel; if it dies before, try again.
 
-        It first waits until no more other workers build than may. ``lost``: see :meth:`launch`.
+        If ``env_fn`` raises, too: its source may be half saved, a package half installed, a port not free yet. The
+        pauses grow. Each time it first waits until no more other workers build than may. ``lost``: see :meth:`launch`.
 
         Raises:
-            RequestFailedError: ``env_fn`` raised.
+            RequestFailedError: ``env_fn`` raised until the time was over.
             NotBuilt: Too many processes died, or none can be launched.
             Unrecoverable: The time is over.
         """
+        until = progress.began + _BUILDS_WITHIN if progress.until is None else progress.until
+        failed: RequestFailedError | None = None
+        progress.doing, tries = "building in a new process", 0
+        while True:
+            tries += 1
+            try:
+                return self._restart_in_turn(build, progress, lost)
+            except RequestFailedError as error:
+                failed = error.with_traceback(None)  # its frames would keep a segment mapped
+            except Unrecoverable:
+                if failed is None or self._closed:
+                    raise
+                raise failed from None  # it says more than that the time is over
+            left = until - time.monotonic()
+            if left < 2 * _LEAST_PAUSE or (progress.is_optional and tries >= self._policy.poison_after):
+                raise failed
+            sometimes("a build that raises is tried again")
+            longest = max(_LEAST_PAUSE, self._policy.max_backoff)
+            pause = min(longest, max(_LEAST_PAUSE, self._policy.backoff) * 2.0 ** min(tries - 1, 60), left / 2)
+            progress.doing = f"building again in a new process, because {_why_not_built(failed)}"
+            self._pause(time.monotonic() + pause, progress, progress.doing)
+
+    def _restart_in_turn(self, build: Build, progress: RecoveryProgress, lost: Collection[int]) -> Channel:
         turns = self.turns
         if turns is None:
             return self._restart(build, progress, lost)
@@ -555,7 +604,6 @@ class Recoverer:
             except NoCapacityError as error:
                 raise NotBuilt(str(error)) from error.with_traceback(None)
             try:
-                progress.doing = "building in a new process"
                 self.await_build(build, channel, number, self.start_deadline(progress), progress)
             except Gone as gone:
                 sometimes("a replacement is lost while its envs are built")

@@ -164,7 +164,7 @@ class Replacer:
         worker.stand(before)
         outcome: Any = "exact" if progress.is_exact else "replayed"
         memory = position.journal.memory
-        reason = memory.reservation if outcome == "replayed" else ""
+        reason = progress.changed or memory.reservation if outcome == "replayed" else ""
         if replacement.plan is None:
             outcome, reason = "reset", memory.note_loss(reporter.name, why)
         reporter.recycling(why, outcome, reason, progress)

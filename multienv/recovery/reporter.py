@@ -147,7 +147,7 @@ class Reporter:
             replay=partial(furthest_replay, journal.dump() if known else None),
             size=len(journal) if known else 0,
             pending=pending,
-            build=replace(build, env_fns=packed),
+            build=replace(build, env_fns=packed, code=b""),
             description=description,
             deadline=deadline,
             layout=None if codec is None else codec.layout,

@@ -13,7 +13,7 @@ interruption comes while a process is being asked, the process counts as lost, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -95,7 +95,8 @@ class State(NamedTuple):
 
     Attributes:
         skipped: Slots that take no part in the pending request, and the reasons.
-        not_reset: Skipped slots that the pending step does not even reset, because their reset ends processes.
+        not_reset: Skipped slots that the pending step does not even reset, because their reset ends processes, or no
+            new env can be built.
         pending_truncations: Slots whose episode is lost, and the reasons. The caller does not know it yet: the next
             step skips these slots.
         deaths: Slot and number of processes that ended while they executed the pending request for that slot. In a
@@ -157,7 +158,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """Says that ``env_fn`` raised, or that no process could be started. The caller gets the error."""
+    """Says that ``env_fn`` raised, or that no process could be started. The caller gets the error, or a truncation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +212,10 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class NotRecovered:
-    """Says that the envs cannot be recovered, and the ``reason``."""
+    """Says that the envs cannot be recovered, and the ``reason``. ``is_built``: new ones could be built."""
 
     reason: str
+    is_built: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +314,19 @@ def instruction_of(state: State, rules: Rules) -> Instruction:
 
 
 def _is_all_skipped(state: State, rules: Rules) -> bool:
-    """Tell whether a step needs no process: no slot takes part in it, and no slot is reset in it."""
-    is_step = state.request is not None and state.request.kind is Kind.STEP
-    return is_step and len(state.skipped) == rules.slots and not _resets_itself(state, rules)
+    """Tell whether a step needs no process: no slot that it touches takes part in it, or is reset in it."""
+    request = state.request
+    if request is None or request.kind is not Kind.STEP or _left(state, dict(state.skipped), rules):
+        return False
+    if not _resets_itself(state, rules):
+        return True
+    return state.process is Process.NONE and request.is_plain_step and not _left(state, state.not_reset, rules)
+
+
+def _left(state: State, slots: Container[int], rules: Rules) -> bool:
+    """Tell whether the pending request touches another slot than these."""
+    assert state.request is not None
+    return any(state.request.touches(slot) and slot not in slots for slot in range(rules.slots))
 
 
 def _resets_itself(state: State, rules: Rules) -> bool:
@@ -395,7 +407,14 @@ def _built(state: State, event: Built, rules: Rules) -> tuple[State, Instruction
 
 
 def _build_failed(state: State, event: BuildFailed, rules: Rules) -> tuple[State, Instruction]:
-    return _without_request(state._replace(process=Process.NONE)), Instruction.NOTHING
+    after, request = state._replace(process=Process.NONE), state.request
+    if request is None or request.kind is Kind.CALL:
+        return _without_request(after), Instruction.NOTHING
+    if request.kind is Kind.STEP and not _left(state, dict(state.skipped), rules):
+        return _without_new_envs(after, rules, Instruction.NOTHING)
+    # Those of a batch begin with a reset, whatever is asked first. One of a single env would be stepped without.
+    episode = _not_begun(state) if rules.slots == 1 and not rules.resets_itself else state.episode
+    return _without_request(after, episode=episode), Instruction.NOTHING
 
 
 def _asked(state: State, event: Asked, rules: Rules) -> tuple[State, Instruction]:
@@ -483,7 +502,22 @@ def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Ins
 
 
 def _not_recovered(state: State, event: NotRecovered, rules: Rules) -> tuple[State, Instruction]:
-    return _ended(state, event.reason, rules)
+    after, instruction = _ended(state, event.reason, rules)
+    if event.is_built or state.request is None or state.request.kind is not Kind.STEP:
+        return after, instruction
+    return _without_new_envs(after, rules, Instruction.RAISE_LOST)
+
+
+def _without_new_envs(state: State, rules: Rules, of_rollout: Instruction) -> tuple[State, Instruction]:
+    """End the episodes that a pending step touches, though no envs are there to begin the next ones.
+
+    The next step or reset begins them. A rollout would be of more than one step: it raises, and the next step tells.
+    """
+    assert state.request is not None
+    if state.request.steps:
+        return _given_up(state, dict(state.skipped), running=True), of_rollout
+    after = state._replace(not_reset=tuple(slot for slot, _ in state.skipped))
+    return after, instruction_of(after, rules)
 
 
 def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]:

@@ -65,6 +65,7 @@ from multienv.recovery.position import Position
 from multienv.recovery.recoverer import (
     BudgetSpentError,
     Launcher,
+    NotBuilt,
     RecoveredEnvs,
     Recoverer,
     RequestFailedError,
@@ -276,8 +277,9 @@ class Supervisor:
         return self.recoverer.description
 
     def share_memory(self, other: Supervisor) -> None:
-        """Share with another worker of the batch whether the env has shown a memory across resets."""
+        """Share with the first worker of the batch what is known of the env: a memory across resets, its code."""
         self.position.journal.memory = other.position.journal.memory
+        self.recoverer.code = other.recoverer.code
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -637,7 +639,8 @@ class Supervisor:
         except RequestFailedError as failed:
             failed.with_traceback(None)  # its frames would keep the segment mapped
             error = self.reporter.error_of(-1, failed.failure, "initialize")
-            self._give_up_request(error)
+            if self._give_up_request(error) is Instruction.TRUNCATE:
+                return Instruction.TRUNCATE
             raise error from error.__cause__  # which is what env_fn raised
         except Unrecoverable as why:
             self._refuse_if_unusable("collect")
@@ -647,16 +650,20 @@ class Supervisor:
                 unbuilt: Exception = UsageError(f"It could not be started: {why}.")
             else:
                 unbuilt = self.reporter.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
-            self._give_up_request(unbuilt)
+            if self._give_up_request(unbuilt) is Instruction.TRUNCATE:
+                return Instruction.TRUNCATE
             raise unbuilt from why
         self._begin_anew(build, calls)
         self.adopt(channel)
         return self._happen(Launched(), Built())
 
-    def _give_up_request(self, error: Exception) -> None:
+    def _give_up_request(self, error: Exception) -> Instruction:
+        """Note that there are no envs for the pending request: raise this error, unless a truncation answers it."""
         self.last_answer = error  # for a caller that was interrupted, or has left this to a thread
-        self._happen(BuildFailed())
-        self.position.number += 2
+        instruction = self._happen(BuildFailed())
+        if instruction is Instruction.NOTHING:
+            self.position.number += 2
+        return instruction
 
     def _do_await_build(self, until: float | None) -> Instruction:
         """Wait until the envs are built for the first time."""
@@ -727,7 +734,7 @@ class Supervisor:
         except Unrecoverable as why:
             self.drop()  # there may be one that an earlier try has adopted
             reason = f"{healing.because(str(why))} {self.position.journal.memory.lost}".rstrip()
-            event: Recovered | NotRecovered = NotRecovered(reason)
+            event: Recovered | NotRecovered = NotRecovered(reason, is_built=not isinstance(why, NotBuilt))
         else:
             event = Recovered({slot: healing.because(what) for slot, what in found.mismatches.items()})
         self.refuse_if_closed("collect", None if found is None else found.channel)
@@ -740,7 +747,7 @@ class Supervisor:
         after = interned(after)
         self.reporter.path.append((event, after))
         healing.processes = self.state.losses
-        reservation = self.position.journal.memory.reservation
+        reservation = healing.progress.changed or self.position.journal.memory.reservation
         outcome, reason = healing.outcome(event, instruction, self.state, after, reservation)
         self._tell(healing, outcome, reason)
         self._become(after, instruction)
@@ -749,7 +756,7 @@ class Supervisor:
     def _go_on_from(self, plan: Plan | None, lost: Iterable[int], progress: RecoveryProgress) -> None:
         """Note that the envs come from a replay; ``None``: from a snapshot. Those in ``lost`` are others."""
         journal = self.position.journal
-        progress.is_exact = plan is None or not plan.resets
+        progress.is_exact = plan is None or not (plan.resets or progress.changed)
         if plan is not None:
             journal.go_on_from(plan)
             journal.lose(lost)
@@ -780,9 +787,12 @@ class Supervisor:
     def _do_truncate(self, until: float | None) -> Instruction:
         """End all episodes without asking a process."""
         sometimes("a step is truncated without a process")
+        assert self.state.request is not None
         answer = self.answers.truncation(self.segment, self.state.skipped)
+        skipped, left_alone = dict(self.state.skipped), self.state.request.left_alone
         self._commit(self.position.number + 2, Replied(ended=True), answer)
-        self.position.count_ends(range(self.rules.slots))
+        self.position.count_left_alone(left_alone)
+        self.position.count_ends(skipped)
         self.position.steps += 1
         return Instruction.DELIVER
 
@@ -1065,6 +1075,8 @@ class Supervisor:
         """Make a process the worker's, in which so many requests were replayed."""
         codec, segment, old = self.codec, channel.segment, self.channel
         assert codec is not None
+        if channel.code:
+            self.position.build = replace(self.position.build, code=self.recoverer.code.shared(channel.code))
         buffers = buffers_of(self, channel, codec)
         if self.segment is not None:
             self.position.show(segment, self.position.shown(self.segment))

@@ -79,6 +79,7 @@ class Build:
         tells_imports: The answer tells what was imported to build the envs.
         generators: Slot → state of its random generators, put back before its first reset: the env of an earlier
             process has ended between two episodes, and this one takes its place.
+        code: From which files the code of the present envs came, as ``worker.source_files`` notes it; does not travel.
     """
 
     env_fns: Any
@@ -96,6 +97,7 @@ class Build:
     title: str = ""
     tells_imports: bool = False
     generators: Mapping[int, bytes] = field(default_factory=dict)
+    code: bytes = b""
 
 
 def seeds_from(*numbers: int) -> tuple[int, int]:
@@ -126,6 +128,7 @@ class Description:
         metadata, spec, render_mode: Of the first env.
         seconds: What the construction took, with its imports.
         imports: If ``Build.tells_imports``.
+        code: From which files the code came, as ``worker.source_files`` notes it; ``b""``: that is not known.
     """
 
     spaces: tuple[tuple[Any, Any], ...]
@@ -134,6 +137,7 @@ class Description:
     render_mode: str | None
     seconds: float = 0.0
     imports: Imports | None = None
+    code: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Any
 
 import cloudpickle
@@ -76,6 +76,8 @@ class Host:
             obstacle, or ``""``.
         env_fns: What builds the envs, where it does not travel with the message.
         load: Returns what builds the envs, given what travels with the message.
+        code: Returns from which files the process has imported, given when the imports for the envs began, in ns; see
+            ``source_files.noted``.
 
     Attributes:
         handle: Executes the request with this number; raises only exceptions that end the process. It may be another
@@ -92,13 +94,14 @@ class Host:
         on_keep: Callable[[int, int], str] = lambda number, token: "the trainer's own process",
         env_fns: Sequence[Callable[[], Any]] | None = None,
         load: Callable[[Any], Sequence[Callable[[], Any]]] = cloudpickle.loads,
+        code: Callable[[int], bytes] = lambda began: b"",
     ) -> None:
         self.closing = False
         self.handle: Handle = self._handle
         self._segment = segment
         self._on_build = on_build
         self._on_keep = on_keep
-        self._env_fns, self._load = env_fns, load
+        self._env_fns, self._load, self._code = env_fns, load, code
         self._group: EnvGroup | None = None
         self._stepper: Stepper | None = None
         self._runner: RolloutRunner | None = None  # made when it is first needed
@@ -175,7 +178,7 @@ class Host:
         if message.seeds is not None:
             seeding.seed_process(message.seeds)
         specs = b"" if message.setting is None else message.setting.registrations
-        began = perf_counter()
+        began, began_at = perf_counter(), time_ns()
         env_fns = self._load(message.env_fns) if self._env_fns is None else self._env_fns
         envs: list[Any] = []
         for env_fn in env_fns:
@@ -193,7 +196,8 @@ class Host:
         layout = layout_of_envs(group.exact, group.observation_space, group.action_space, group.slots, group.autoreset)
         # The reply lies in the small bank: the trainer knows no other yet.
         imports = None if before is None else before.imports()
-        described = replace(group.describe(), seconds=perf_counter() - began, imports=imports)
+        seconds = perf_counter() - began
+        described = replace(group.describe(), seconds=seconds, imports=imports, code=self._code(began_at))
         self._answer(number, described, "its constructor (spaces, metadata, spec)")
         self._group = group
         self._lay_out(layout)

@@ -47,6 +47,7 @@ from multienv.worker.affinity import Affinity
 from multienv.worker.ends import MARK_VARIABLE, Ends
 from multienv.worker.main_module import stand_in
 from multienv.worker.snapshots import Snapshots, Woken
+from multienv.worker.source_files import noted
 
 # Sent to a worker that hangs: faulthandler then writes the stacks of all threads, also while C code runs.
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
@@ -123,7 +124,7 @@ def _live(ends: Ends, make_host: MakeHost) -> None:
         affinity.start()
 
     load = partial(_load, _take_shared(segment, ends))
-    host = make_host(segment, on_build=on_build, on_keep=snapshots.keep, load=load)
+    host = make_host(segment, on_build=on_build, on_keep=snapshots.keep, load=load, code=noted)
     while True:
         try:
             if woken:

@@ -264,8 +264,9 @@ def test_those_that_wait_for_their_turn_are_let_go_of_when_one_hangs(tmp_path):
 
 
 def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause(tmp_path):
-    env_fn = FailsNthTime(counter=str(tmp_path / "built"), nth=2)
-    with SubprocessEnv(env_fn, restart=RestartPolicy(on_crash="raise")) as env:
+    built = tmp_path / "built"
+    env_fn = FailsNthTime(counter=str(built), nth=range(2, 1000))
+    with SubprocessEnv(env_fn, restart=RestartPolicy(on_crash="raise"), deadlines=Deadlines(recovery=0.5)) as env:
         env.reset(seed=0)
         kill_worker(env)
         with pytest.raises(WorkerLostError):
@@ -273,5 +274,7 @@ def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause
         with pytest.raises(EnvError) as caught:
             env.reset(seed=0)
         assert type(caught.value.__cause__) in type(caught.value).__mro__
+        assert built.stat().st_size > 2, "not tried again"
+        built.write_bytes(bytes(1000))
         env.reset(seed=0)
         assert env.step(1)[0][0] == 1

@@ -34,6 +34,7 @@ SIMULATED_STARTS = ("tests/simulation/test_single_faults.py", "tests/simulation/
 UNIT_JOURNAL = ("tests/unit/test_journal.py",)
 EVIDENCE = ("tests/invariants/test_3_all_bytes_are_evidence.py",)
 REPLAYED = ("tests/invariants/test_3_replayed_is_said.py",)
+CODE = ("tests/invariants/test_3_code_that_changed.py", "tests/unit/test_source_files.py")
 OWN_PACE = ("tests/contract/test_own_pace.py",)
 STEPS_OF_SOME = ("tests/contract/test_steps_of_some_envs.py",)
 RECYCLING = ("tests/contract/test_recycling.py",)
@@ -359,10 +360,82 @@ MUTANTS = [
         EVIDENCE,
     ),
     Mutant(
+        "The code of a replay is not compared with that of the lost process.",
+        3,
+        "recovery/recoverer.py",
+        "                self._compare_code(build, channel, progress)\n",
+        "",
+        CODE,
+    ),
+    Mutant(
+        "A replay by edited code counts as exact.",
+        3,
+        "recovery/supervisor.py",
+        "not (plan.resets or progress.changed)",
+        "not plan.resets",
+        CODE,
+    ),
+    Mutant(
+        "A replay by edited code is taken where only exact recoveries are.",
+        3,
+        "recovery/recoverer.py",
+        '        if self._policy.accept == "exact":\n',
+        "        if False:\n",
+        CODE,
+    ),
+    Mutant(
+        "A module that was preloaded counts as imported when the worker built its envs.",
+        3,
+        "processes/template.py",
+        "    source_files.note(began)\n",
+        "",
+        CODE,
+    ),
+    Mutant(
+        "A file that is written while it may be imported counts as known.",
+        3,
+        "worker/source_files.py",
+        "_UNKNOWN if status.st_mtime_ns > began else status.st_size",
+        "status.st_size",
+        ("tests/unit/test_source_files.py",),
+    ),
+    Mutant(
+        "On another machine the times of files are compared, too.",
+        3,
+        "worker/source_files.py",
+        "first = 0 if host == other_host else 1",
+        "first = 0",
+        ("tests/unit/test_source_files.py",),
+    ),
+    Mutant(
+        "A build that raises in a recovery is not tried again.",
+        3,
+        "recovery/recoverer.py",
+        "if left < 2 * _LEAST_PAUSE or",
+        "if True or",
+        CODE,
+    ),
+    Mutant(
+        "With autoreset, a step whose envs cannot be built raises, and the episode never ends.",
+        3,
+        "recovery/state_machine.py",
+        "        return _without_new_envs(after, rules, Instruction.NOTHING)\n",
+        "        pass\n",
+        CODE,
+    ),
+    Mutant(
+        "After a reset whose env could not be built, a new env is stepped without a reset.",
+        1,
+        "recovery/state_machine.py",
+        "episode = _not_begun(state) if rules.slots == 1 and not rules.resets_itself else state.episode",
+        "episode = state.episode",
+        CODE,
+    ),
+    Mutant(
         "A replay from a reset counts as exact.",
         3,
         "recovery/supervisor.py",
-        "progress.is_exact = plan is None or not plan.resets",
+        "progress.is_exact = plan is None or not (plan.resets or progress.changed)",
         "progress.is_exact = True",
         REPLAYED,
     ),
@@ -1024,8 +1097,8 @@ MUTANTS = [
         "The process that replaces a lost one has other seeds.",
         10,
         "recovery/recoverer.py",
-        "message = replace(build, replacement=replacement, generators=generators)",
-        "message = replace(self.build, replacement=replacement, generators=generators, seeds=(1, 2))",
+        'message = replace(build, replacement=replacement, generators=generators, code=b"")',
+        'message = replace(build, replacement=replacement, generators=generators, code=b"", seeds=(1, 2))',
     ),
     Mutant(
         "A woken snapshot draws other numbers from `random`.",

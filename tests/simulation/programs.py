@@ -236,6 +236,7 @@ class Run:
         self._interrupted = 0  # how often Ctrl-C came in the last call
         self._failed: list[set[int]] = []  # envs that failed in each try of the last call; the others answered
         self._replayed_without_need: list[Any] = []
+        self._falsely_exact: list[Any] = []
         self._waited = 0.0  # seconds in which the trainer itself did nothing
         self._struck = 0  # faults before the last op: the loss of a process may be noticed in the next one
 
@@ -254,6 +255,7 @@ class Run:
                     self.envs.close()
                     self._kept.clear()
             assert not self._replayed_without_need, f"{self._replayed_without_need[0]}: {self.case}"
+            assert not self._falsely_exact, f"by edited code: {self._falsely_exact[0]}: {self.case}"
             if self.interruption.fired:
                 gc.collect()
             assert not set(self.simulation.live), f"a channel was not released: {self.case}"
@@ -306,6 +308,10 @@ class Run:
 
     def _note(self, event: Any) -> None:
         """Note what multienv says of a recovery, before it returns what the env went on with."""
+        if isinstance(event, Recovery) and event.method == "journal" and event.outcome == "exact":
+            edited = self.simulation.edited[self.workers[(event.loss.envs[:1] or (0,))[0]]]
+            if len(edited) > 1 and edited[-1] and edited.count(True) == 1:  # the lost process ran the other code
+                self._falsely_exact.append(event)
         is_replayed = isinstance(event, Recovery | Recycled) and event.outcome == "replayed"
         if not is_replayed and not (isinstance(event, Recycled) and event.outcome == "reset"):
             return
@@ -668,7 +674,7 @@ def is_forced(struck: Sequence[Fault], policy: str, constants: Constants, *, cha
         return True  # nothing else may lead back to what the envs remember
     if any(fault.point == "hang" and fault.event in ("ask", "build") for fault in struck):
         return True  # a replay may take as long as Deadlines.recovery, and no other follows
-    if any(fault.point == "raises" for fault in struck):
+    if any(fault.point == "raises" and fault.event != "build" for fault in struck):
         return True  # it does otherwise than before
     # By SIGKILL from outside, as far as anybody knows; but so many times in the same request is no chance.
     deaths = Counter((fault.event, fault.nth) for fault in struck)

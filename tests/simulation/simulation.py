@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import pickle
 import random
 import select
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,7 +61,7 @@ IN_ENV = ("in the env", "raises")
 # What may happen at each kind of event.
 POINTS: dict[str, tuple[str, ...]] = {
     "launch": ("no descriptors", "stillborn", "monitor ends"),
-    "build": ("in the env", "hang", "garbage"),
+    "build": ("in the env", "raises", "edited", "hang", "garbage"),
     "request": (
         "before",
         "in the env",
@@ -200,6 +201,7 @@ class Simulation:
         in_threads: Requests that a thread of the trainer waits for, where no Ctrl-C can come: worker, which one.
         called: Events in which an env was called: worker, event, which one, slot.
         live: Channels that are not released, and not forgotten, which releases them.
+        edited: Of each worker, for each process that was asked to build: the code was edited for it.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -211,6 +213,7 @@ class Simulation:
     called: set[tuple[int, str, int, int]] = field(default_factory=set)
     live: weakref.WeakSet[SimulatedChannel] = field(default_factory=weakref.WeakSet)
     kept: dict[int, tuple[SimulatedProcess, tuple[int, int]]] = field(default_factory=dict)
+    edited: dict[int, list[bool]] = field(default_factory=lambda: defaultdict(list))
     lock: Any = field(default_factory=threading.RLock)
     workers: int = 0
     processes: int = 0
@@ -456,7 +459,7 @@ class SimulatedProcess:
         self.segment = Segment(-1)
         self.segment.words[PID] = self.pid
         self.segment.words[WORKER_SLEEPS] = int(simulation.eager)
-        self.host = Host(self.segment, on_build=self._note_build, on_keep=self._keep)
+        self.host = Host(self.segment, on_build=self._note_build, on_keep=self._keep, code=self._code)
         self.past: list[tuple[int, bytes, bytes]] = []  # requests executed: number, bank, payload
         self.begun: int | None = None
         self.snapshot: tuple[int, int] | None = None
@@ -481,6 +484,10 @@ class SimulatedProcess:
 
     def _note_build(self, build: Build) -> None:
         self.every = build.snapshots
+
+    def _code(self, began: int) -> bytes:
+        is_edited = self.simulation.edited[self.launcher.worker][-1]
+        return pickle.dumps(("here", {"env.py": (int(is_edited), 1)}))
 
     def _keep(self, number: int, token: int) -> str:
         if not self.is_copied:
@@ -551,7 +558,10 @@ class SimulatedProcess:
         worker = launcher.worker
         if number < 0:
             is_build = not any(one[0] < 0 for one in self.past)
-            return simulation.count(worker, "build" if is_build else "ask")
+            fault = simulation.count(worker, "build" if is_build else "ask")
+            if is_build:
+                simulation.edited[worker].append(fault is not None and fault.point == "edited")
+            return fault
         if number != launcher.number or launcher.is_answered:
             launcher.number, launcher.is_answered = number, False
             fault = simulation.count(worker, "request")

@@ -27,6 +27,15 @@ DIRECTED: dict[str, Case | ManagerCase] = {
     "a recovery passes its deadline": Case(
         "subprocess_env", "journal", EPISODES[:4], (Fault(0, "request", 3, "before"), *HANGS), rare=5
     ),
+    "a build that raises is tried again": Case(
+        "NEXT_STEP",
+        "journal",
+        EPISODES,
+        (Fault(0, "request", 4, "before"), Fault(0, "build", 2, "raises"), Fault(0, "build", 3, "raises", slot=1)),
+    ),
+    "the code has changed since the lost process imported it": Case(
+        "SAME_STEP", "journal", EPISODES, (Fault(0, "request", 4, "before"), Fault(0, "build", 2, "edited"))
+    ),
     "a slot is left out and not even reset": Case(
         "subprocess_env",
         "truncate",
