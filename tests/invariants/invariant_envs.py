@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import random
+import shutil
 import signal
 import tempfile
 import termios
@@ -220,6 +221,17 @@ class TemporaryFileEnv(FileEnv):
 
     def __init__(self) -> None:
         super().__init__(str(Path(tempfile.mkdtemp(), "steps")))
+
+
+class LinkingEnv(CounterEnv):
+    """Replaces its temporary folder, or the one in which those of all envs are, by a link to this one."""
+
+    def __init__(self, target: str, *, of_all: bool) -> None:
+        super().__init__()
+        folder = Path(os.environ["TMPDIR"])
+        self.link = str(folder.parent if of_all else folder)
+        shutil.rmtree(self.link)
+        Path(self.link).symlink_to(target)
 
 
 class EngineEnv(ForkingEnv):
