@@ -354,6 +354,13 @@ def test_construction_is_kept_after_a_snapshot_until_each_slot_has_a_proven_star
         assert any(not plan.resets and not plan.missing for plan in journal.plans()) == is_kept
 
 
+def test_construction_is_kept_until_the_first_snapshot_stands_as_long_as_the_worker_can_be_forked():
+    for forks in (True, False):
+        journal = in_first_episode(ended=(0, 1))
+        journal.trim(10**9, 11.0, 10.0, 0, forks=forks)
+        assert journal.is_whole == forks
+
+
 def test_replay_that_repeats_all_requests_for_one_slot_is_first_tried_from_the_construction_of_all():
     journal = in_first_episode(ended=(0,))
     journal.trim(10**9, 9.0, 10.0, 9, forks=True)
