@@ -180,10 +180,10 @@ class RestartPolicy(Named):
         max_backoff: The longest such wait, in seconds.
         poison_after: How many processes the same request may kill before it counts as poison.
         journal_limit: Bytes of memory for the journal of each env. A replay needs the journal: it begins with the
-            construction of the env while that is affordable, later with one of the env's own resets, about two episodes
-            back, however long the run is. An episode that exceeds this limit or ``replay_limit`` cannot be replayed:
-            without a snapshot, a loss truncates it. The other envs of the worker are recovered. With 0 and a policy
-            that never replays, crash reports have no journal either.
+            construction of the env while that is affordable, or nothing else is possible (in the first episode), later
+            with one of the env's own resets, about two episodes back, however long the run is. An episode that exceeds
+            this limit or ``replay_limit`` cannot be replayed: without a snapshot, a loss truncates it. The other envs
+            of the worker are recovered. With 0 and a policy that never replays, crash reports have no journal either.
         replay_limit: Seconds of env time that a replay may take for each env, including resets, calls and renderings.
         snapshots: Workers fork themselves now and then (Linux only), and a lost worker is recovered from its frozen
             copy, exactly, for any kind of env. An env that has something outside its memory (threads, sockets, a

@@ -179,6 +179,10 @@ def unlink_unused(path: str) -> bool:
 
 def remove_folder(folder: str) -> None:
     """Remove a folder with all that is in it; no link is followed, and a folder in which something is mounted stays."""
+    if Path(folder).is_symlink():  # an env has put it there: what is behind it is not ours
+        with contextlib.suppress(OSError):
+            Path(folder).unlink()
+        return
     real = os.path.realpath(folder)
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():

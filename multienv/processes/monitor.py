@@ -12,6 +12,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import math
 import os
 import select
 import selectors
@@ -162,7 +163,10 @@ class Monitor:
         self._control = control
         self._folder = made(folder)
         self._numbers = count()  # names of the workers' folders
-        self._foreign = shared_memory()  # it was there before any env, such as data that the user has copied
+        self._launches: dict[str, int] = {}  # by the mark of a worker: the number of the launch that it comes from
+        # By name of shared memory: number of the first launch when it was there. Such as data that the trainer has
+        # copied: it belongs to no worker of that launch or a later one.
+        self._older: dict[str, int] = {}
         self._names: dict[str, float] = {}  # shared memory of processes that were killed: until when it may be unlinked
         self._trainer = os.getppid()
         self._spawn_command = spawn_command
@@ -350,6 +354,7 @@ class Monitor:
                 return
             lines = Lines.make(descriptors)
             number = next(self._numbers)
+            self._older = {name: self._older.get(name, number) for name in shared_memory()}
             folder = made(self._folder and f"{self._folder}/{number}")
             order = replace(order, folder=number if folder else -1)
             forked = 0 if template is None else template.fork(order, [*lines.ends, lines.stderr_write])
@@ -360,6 +365,7 @@ class Monitor:
         if pid == 0:
             ends = [*lines.ends, lines.stderr_write]
             become_worker(ends, order, monitor, folder, self._spawn_command, self._thread_variables)
+        self._launches[mark_of(monitor, pid)] = number
         self._admit(lines, pid, folder)
 
     def _remove_folders(self) -> None:
@@ -367,15 +373,24 @@ class Monitor:
         known = {*self._workers.values(), *self._bereaved}
         used = {one.folder for one in known} | {one.folder for one in self._kept.values()}
         used |= {template.own_folder for template in self._templates.values()}
-        with contextlib.suppress(OSError):
-            for folder in [f"{self._folder}/{name}" for name in os.listdir(self._folder)]:
+        with contextlib.suppress(OSError):  # not behind a link that an env has put in the place of the folder
+            names = [] if Path(self._folder).is_symlink() else os.listdir(self._folder)
+            for folder in [f"{self._folder}/{name}" for name in names]:
                 if folder not in used:
                     remove_folder(folder)
 
-    def _note_names(self, dying: set[int]) -> None:
-        """Note the shared memory of processes that are killed next: it is unlinked when they have ended."""
-        until = time.monotonic() + NAMES_GRACE
-        self._names |= dict.fromkeys(mapped_by(dying) - self._foreign, until)
+    def _note_names(self, dying: set[int], mark: str) -> None:
+        """Note the shared memory of processes that are killed next: it is unlinked when they have ended.
+
+        What was there before their worker is spared.
+
+        Args:
+            dying: The processes.
+            mark: Of the worker; if it is not known, what was there before any worker is spared.
+        """
+        launch, until = self._launches.get(mark, math.inf), time.monotonic() + NAMES_GRACE
+        older = {name for name, first in self._older.items() if first <= launch}
+        self._names |= dict.fromkeys(mapped_by(dying) - older, until)
 
     def _unlink_names(self) -> None:
         now = time.monotonic()
@@ -507,6 +522,8 @@ class Monitor:
                 worker.announcements.close()
                 return
             pid, number, token = ANNOUNCEMENT.unpack(data)
+            monitor = os.getpid()
+            self._launches[mark_of(monitor, pid)] = self._launches[mark_of(monitor, worker.pid)]
             snapshot = Snapshot(pid, number, socket.socket(fileno=descriptors[0]), worker.folder)
             if token in self._freed:
                 snapshot.end()
@@ -539,7 +556,7 @@ class Monitor:
             worker = self._workers.get(found.si_pid)
             if worker is not None:
                 if children() - self._spared():  # its env, or another's, has started programs
-                    self._note_names(members(worker.pid))
+                    self._note_names(members(worker.pid), mark_of(os.getpid(), worker.pid))
                     kill_bereaved_group(worker.pid)
                 else:
                     kill_group(worker.pid, signal.SIGKILL)
@@ -597,7 +614,7 @@ class Monitor:
             if is_left and is_starting(pid):
                 self._some_start = True
             elif is_left and not is_tracker(pid):
-                self._note_names({pid})
+                self._note_names({pid}, mark)
                 kill([pid])
 
     def _spared(self) -> set[int]:
@@ -658,7 +675,7 @@ class Monitor:
                 if number == signal.SIGKILL:
                     kill([worker.pid])  # and its group when it is dead: see _reap()
                 elif number is not None:
-                    self._note_names(members(worker.pid))
+                    self._note_names(members(worker.pid), mark_of(os.getpid(), worker.pid))
                     kill_group(worker.pid, number)
                 else:
                     kill_group(worker.pid, signal.SIGKILL)

@@ -5,8 +5,9 @@ a plain step itself: a copy of its bank. An interrupted call may store an entry 
 number.
 
 Each slot has a history of its own. A replay from the construction of its env is exact, whatever the env remembers. The
-entries for it are kept while such a replay is affordable: as long as the worker can be forked and has no snapshot yet;
-then for about two seconds of the envs' time; without snapshots as long as a replay may take at all.
+entries for it are kept for about two seconds of the envs' time; longer where nothing else can take their place: as long
+as the worker can be forked and has no snapshot yet; and, without snapshots or until each slot has a proven start (see
+below), as long as a replay may take at all. A snapshot does not take their place: it may be lost with its worker.
 
 Later a slot is replayed from a *start*: a reset of that slot before which the worker has saved the state of the slot's
 random generators, whether the caller or the worker asked for the reset. Until its start a slot takes no part in a
@@ -40,8 +41,9 @@ UNKNOWN = (
     "RestartPolicy.replay_limit or journal_limit"
 )
 UNPROVEN = (
-    "there is no snapshot, and none of its episodes has ended since the reset where its replay would begin: too little "
-    "could be compared"
+    "there is no snapshot, none of its episodes has ended since the reset where its replay would begin, so that too "
+    "little could be compared, and it is no longer recorded from its construction. That has probably outgrown "
+    "RestartPolicy.replay_limit or journal_limit"
 )
 NEW = "it is a new one"
 NOT_ACCEPTED = "it can only be replayed from a reset, which RestartPolicy(accept='exact') does not take"
@@ -264,10 +266,12 @@ class Journal:
         """
         if not self.recording:
             return []
-        far_plan, near_plan = self._plan(near=False, anew=anew), self._plan(near=True, anew=anew)
-        is_far = self.is_whole and (self._is_affordable or self.memory.has_shown)
-        tried = [far_plan, near_plan] if is_far and not near else [near_plan, far_plan]
-        found = [plan for plan in tried if plan is not None]
+        plans = self._plan(near=False, anew=anew), self._plan(near=True, anew=anew)
+        found = [plan for plan in plans if plan is not None]
+        repeats_all = len({plan.requests for plan in found}) == 1  # also the near one, for a slot without a start
+        is_far = self.is_whole and (self._is_affordable or self.memory.has_shown or repeats_all)
+        if near or not is_far:
+            found.reverse()
         return found[:1] if len(found) == 2 and found[0].begun == found[1].begun else found
 
     def can_be_shorter(self, plan: Plan | None) -> bool:
@@ -335,9 +339,10 @@ class Journal:
         self._built = seconds if self._built is None else self._built
         since_built, room = seconds - self._built, self._front_within(limit)
         self._is_affordable = since_built <= min(self._affordable, longest)
-        if (snapshot and not self.memory.has_shown) or not self.replaying:  # a crash report may begin at a reset
-            is_kept = self._is_affordable
-        else:  # no other recovery would be exact
+        is_kept = self._is_affordable
+        stands = self._policy.accept != "exact" and all(history.proven() for history in self.histories)
+        # Else no other recovery would be exact, or there would be none. A crash report may begin at any reset.
+        if self.replaying and not (snapshot and stands and not self.memory.has_shown):
             is_kept = since_built <= longest or (forks and not snapshot)
         is_kept = is_kept and room == self.first
         front, histories = self.first, []

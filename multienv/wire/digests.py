@@ -2,19 +2,25 @@
 
 The digest of memory is one number of 64 bits. It is a sum over words of 8 bytes, of which each is mixed with a key of
 its place and multiplied, half by half, as NH does (Black et al., "UMAC: Fast and Secure Message Authentication", 1999;
-XXH3 is built on it). ``_native.c`` computes the same at the speed of memory; this module is the reference.
+XXH3 is built on it). ``_native.c`` computes the same at the speed of memory; this module is the reference. The keys are
+constants: journals, crash reports and saved states compare digests that different trainers have computed. So it is no
+protection against an env that constructs two observations with the same digest.
 
-The digest of a value without a fixed layout has 16 bytes. It is computed of the items of containers and of the memory
-of arrays; of any other value it is computed of its pickle, if the value pickles twice to the same bytes.
+The digest of a value without a fixed layout has 16 bytes. It is computed of the items of containers, read as the
+builtin types read them, and of the memory of arrays; of an instance of a subclass, a dataclass or a tensor also of its
+attributes. Of any other value it is computed of its pickle, if the value pickles twice to the same bytes; so it is,
+besides, of one whose class itself says how to iterate or pickle it.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
+import inspect
 import struct
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any
 
@@ -50,7 +56,9 @@ _DIGEST_BYTES = 16
 # Arrays of at least so many bytes are represented by the digest of their memory.
 _LONG = 1024
 _NUMBERS = "?bBhHiIlLqQefd"  # characters of the types of which all bytes count
-_LONG_DOUBLE = 10  # bytes of an extended number on x86
+_PADDED = "gG"  # np.longdouble and its complex kin
+# Bytes of such a number that count: on x86 the other 6 of 16 are never written.
+_LONG_DOUBLE = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype("g").itemsize
 _NAME_BYTES = 200  # of the name of a type, at the most
 _FLOAT = struct.Struct("<d")
 
@@ -138,32 +146,57 @@ def evidence_of(value: Any) -> bytes:
 
 def _parts_of(value: Any) -> Iterator[bytes]:
     """Yield bytes that tell a value from any other: its type, its length, and what it holds."""
-    kind = type(value)
+    kind: Any = type(value)
     yield f"<{kind.__module__}.{kind.__qualname__}>".encode()
-    parts = _PARTS.get(kind)
-    if parts is None:
-        parts = next((parts for base, parts in _PARTS_OF_SUBCLASSES.items() if isinstance(value, base)), None)
-    if parts is not None:
-        yield from parts(value)
-        yield from _parts_of_attributes(value)
+    if kind in _PARTS:
+        yield from _PARTS[kind](value)
+        return
+    base = next((base for base in _PARTS_OF_SUBCLASSES if isinstance(value, base)), object)
+    if base is not object:
+        yield from _PARTS_OF_SUBCLASSES[base](value)
     elif hasattr(value, "__dlpack__") and hasattr(value, "__array__"):
         yield from _parts_of_tensor(value)
+        base = kind  # its pickle may hold addresses
     elif dataclasses.is_dataclass(value):
-        for each in dataclasses.fields(value):
-            yield each.name.encode()
-            yield from _parts_of(getattr(value, each.name))
-        yield from _parts_of_attributes(value)
+        yield from _parts_of_pairs({each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
     else:
+        yield from _pickled_parts_of(value)
+        return
+    yield from _parts_of_attributes(value)
+    if _has_its_own_way(kind, base):
         yield from _pickled_parts_of(value)
 
 
 def _parts_of_attributes(value: Any) -> Iterator[bytes]:
-    """Yield the parts of what an instance of a subclass holds beside its items."""
-    held = getattr(value, "__dict__", None)
-    if held:
-        yield from _parts_of_pairs(held)
-    if isinstance(value, defaultdict):
-        yield from _parts_of(value.default_factory)
+    """Yield the parts of what an instance holds beside its items: in ``__dict__``, in slots, in members in C."""
+    yield from _parts_of_pairs(getattr(value, "__dict__", None) or {})
+    kind: Any = type(value)
+    for member in _members_of(kind):
+        yield member.__name__.encode()
+        try:
+            held = member.__get__(value)
+        except AttributeError:  # it is not set
+            continue
+        yield from _parts_of(held)
+
+
+@lru_cache(maxsize=256)
+def _members_of(kind: type) -> tuple[Any, ...]:
+    """Return the descriptors of all slots of a class and its bases."""
+    return tuple(one for base in kind.__mro__ for one in vars(base).values() if inspect.ismemberdescriptor(one))
+
+
+@lru_cache(maxsize=256)
+def _has_its_own_way(kind: type, base: type) -> bool:
+    """Tell whether instances are pickled, or iterated, otherwise than those of the base: they may show something else.
+
+    What the standard library generates for a named tuple or a dataclass shows the fields.
+    """
+    for name in (*_PICKLING, *(() if base is object else _ITERATING)):
+        own = getattr(kind, name, None)
+        if own is not getattr(base, name, None) and getattr(own, "__module__", "") not in _GENERATING:
+            return True
+    return kind is not base and kind in copyreg.dispatch_table
 
 
 def _written(value: Any) -> Iterator[bytes]:
@@ -175,15 +208,16 @@ def _counted(data: bytes) -> Iterator[bytes]:
     yield data
 
 
-def _parts_of_items(value: Any) -> Iterator[bytes]:
-    yield b"%d:" % len(value)
-    for item in value:
+def _parts_of_items(value: Any, kind: Any = tuple) -> Iterator[bytes]:
+    """Yield the parts of all items, as tuple or list iterates them: a subclass may show less."""
+    yield b"%d:" % kind.__len__(value)
+    for item in kind.__iter__(value):
         yield from _parts_of(item)
 
 
-def _parts_of_pairs(value: Any) -> Iterator[bytes]:
-    yield b"%d:" % len(value)
-    for pair in value.items():
+def _parts_of_pairs(value: Any, kind: Any = dict) -> Iterator[bytes]:
+    yield b"%d:" % dict.__len__(value)
+    for pair in kind.items(value):
         yield from _parts_of_items(pair)
 
 
@@ -206,8 +240,8 @@ def _parts_of_array(array: Array) -> Iterator[bytes]:
     if dtype.names:  # between its fields there may be bytes that say nothing
         for name in dtype.names:
             yield from _parts_of_array(array[name])
-    elif dtype.char in "gG":  # the last bytes of each number say nothing
-        octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    elif dtype.char in _PADDED:
+        octets = np.ascontiguousarray(array, dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
         yield octets.reshape(-1, np.dtype("g").itemsize)[:, :_LONG_DOUBLE].tobytes()
     elif dtype.hasobject:
         for item in array.flat:
@@ -237,17 +271,28 @@ _PARTS: dict[type, _Parts] = {
     str: lambda value: _counted(value.encode("utf-8", "surrogatepass")),
     bytes: _counted,
     bytearray: _counted,
+    **dict.fromkeys(np.sctypeDict.values(), lambda value: _parts_of_array(np.asarray(value))),
     np.ndarray: _parts_of_array,
+    tuple: _parts_of_items,
+    list: partial(_parts_of_items, kind=list),
+    dict: _parts_of_pairs,
     set: _parts_of_set,
     frozenset: _parts_of_set,
 }
+# By base, the nearest first. OrderedDict keeps an order of its own, which dict.items() does not know.
 _PARTS_OF_SUBCLASSES: dict[type, _Parts] = {
     np.generic: lambda value: _parts_of_array(np.asarray(value)),
-    np.ndarray: _pickled_parts_of,  # a masked array, for instance
+    np.ndarray: lambda value: _parts_of_array(np.asarray(value)),
     tuple: _parts_of_items,
-    list: _parts_of_items,
+    list: partial(_parts_of_items, kind=list),
+    OrderedDict: partial(_parts_of_pairs, kind=OrderedDict),
+    defaultdict: _parts_of_pairs,
     dict: _parts_of_pairs,
 }
+# How a class says itself what is pickled, or iterated.
+_PICKLING = ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
+_ITERATING = ("__iter__", "items")
+_GENERATING = ("collections", "dataclasses")  # modules of what is generated for a named tuple, a dataclass
 
 
 # --- several slots ----------------------------------------------------------------------------

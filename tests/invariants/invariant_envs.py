@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import random
+import shutil
 import signal
 import tempfile
 import termios
@@ -227,6 +228,17 @@ class TemporaryFileEnv(FileEnv):
 
     def write(self) -> None:
         self.file.write(b".")
+
+
+class LinkingEnv(CounterEnv):
+    """Replaces its temporary folder, or the one in which those of all envs are, by a link to this one."""
+
+    def __init__(self, target: str, *, of_all: bool) -> None:
+        super().__init__()
+        folder = Path(os.environ["TMPDIR"])
+        self.link = str(folder.parent if of_all else folder)
+        shutil.rmtree(self.link)
+        Path(self.link).symlink_to(target)
 
 
 class EngineEnv(ForkingEnv):

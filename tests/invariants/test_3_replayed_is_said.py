@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faces import Face, counts
+from faces import Face, assert_as_without_losses, counts
 from invariant_envs import CountsResets, with_thread
 
 from kit import CounterEnv, MemoryEnv, kill_worker
@@ -179,6 +179,29 @@ def test_loss_of_worker_and_snapshot_is_replayed_or_truncated_and_never_called_e
         assert (play.differs is None) == (shows_after == math.inf) or expected == "truncated"
 
 
+@pytest.mark.parametrize("horizons", [(None,), (None, None), (5, None)], ids=["alone", "two", "one of two"])
+def test_worker_and_snapshot_lost_in_the_first_episode_of_an_env_are_replayed_from_the_construction(
+    horizons: Any, dear: None
+) -> None:
+    """Though that took longer than is affordable: there is no other way back for the env whose first episode goes on."""
+    events: list[Any] = []
+    env_fns = [partial(MemoryEnv, 20, horizon) for horizon in horizons]
+    kind = "vector_env" if len(horizons) > 1 else "subprocess_env"
+    options: dict[str, Any] = {"restart": RestartPolicy(snapshot_every=10, backoff=0.0), "hooks": [events.append]}
+
+    def strike(step: int) -> None:
+        if step == 140:
+            assert face.statistics()[0].no_snapshots == ""
+            os.kill(monitor_pid(), signal.SIGKILL)  # the kernel kills its workers, and their snapshots end
+
+    with Face(kind, env_fns, **options) as face:
+        actions = counts(150, 2)
+        records = face.record(actions, 1, strike)
+        (recovery,) = [event for event in events if isinstance(event, Recovery)]
+        assert (recovery.outcome, recovery.method) == ("exact", "journal")
+        assert_as_without_losses(face, records, actions, 1)
+
+
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 def test_replay_from_the_construction_repeats_resets_that_raised(kind: str) -> None:
     with Face(kind, [CountsResets] * 2, restart=RestartPolicy(accept="exact", snapshots=False)) as face:
@@ -209,7 +232,8 @@ def test_replay_from_the_construction_that_has_forgotten_an_attribute_set_there_
 def test_kept_snapshot_that_is_gone_is_replayed_from_a_reset_with_a_warning_or_refused(
     accept: Any, dear: None, caplog: Any
 ) -> None:
-    restart = RestartPolicy(accept=accept, snapshot_every=10, journal_limit=2**18, backoff=0.0)
+    limit = 3000 if accept == "exact" else 2**18  # the construction lies too far back: nothing else takes its place
+    restart = RestartPolicy(accept=accept, snapshot_every=10, journal_limit=limit, backoff=0.0)
     play = Play(MemoryEnv, restart=restart).walk(60)
     token = play.env.snapshot()
     os.kill(monitor_pid(), signal.SIGKILL)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faces import AND_ASYNC, Face, counts
-from invariant_envs import EngineEnv, SharedMemoryEnv, TemporaryFileEnv, UntidyEnv
+from invariant_envs import EngineEnv, LinkingEnv, SharedMemoryEnv, TemporaryFileEnv, UntidyEnv
 
 from kit import (
     CounterEnv,
@@ -216,10 +216,16 @@ def test_shared_memory_of_an_env_that_hangs_goes_with_the_trainer() -> None:
         assert not is_there(name)
 
 
-def lose_an_engine(how: str, own: str, held: str, older: str, within: str) -> None:
-    """Be a trainer that has one of the names open that its env and the env's engine map."""
+def lose_an_engine(how: str, own: str, held: str, older: str, later: str, within: str) -> None:
+    """Be a trainer that has one of the names open that its env and the env's engine map.
+
+    It has written one of them after its first worker has started, and before this env's.
+    """
     policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
-    env = SubprocessEnv(partial(EngineEnv, own, held, older, within), deadlines=Deadlines(step=0.5), restart=policy)
+    first = SubprocessEnv(CounterEnv).initialize()
+    Path("/dev/shm", later).write_bytes(b"data")
+    env_fn = partial(EngineEnv, own, held, older, later, within)
+    env = SubprocessEnv(env_fn, deadlines=Deadlines(step=0.5), restart=policy)
     env.initialize()
     env.reset(seed=0)
     with Path("/dev/shm", held).open():
@@ -228,23 +234,26 @@ def lose_an_engine(how: str, own: str, held: str, older: str, within: str) -> No
         assert becomes_true(lambda: not is_there(own), STUCK_AFTER)
         assert is_there(held)
         assert is_there(older)
+        assert is_there(later)
         assert is_there(within)
         env.close()
+        first.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "hung"])
 def test_shared_memory_that_only_killed_processes_use_is_unlinked_although_no_resource_tracker_knows_it(
     how: str,
 ) -> None:
-    """Not so what was there before the envs, such as data that the user has copied, and files in folders."""
+    """Not so what was there before the env's worker, such as data that the user has copied, and files in folders."""
     before = snapshot_resources()
-    own, held, older, folder = own_name(), own_name(), own_name(), own_name()
+    own, held, older, later, folder = (own_name() for _ in range(5))
     Path("/dev/shm", older).write_bytes(b"")
     Path("/dev/shm", folder).mkdir()
-    run("test_7_nothing_left_behind", "lose_an_engine", how, own, held, older, f"{folder}/data")
+    run("test_7_nothing_left_behind", "lose_an_engine", how, own, held, older, later, f"{folder}/data")
     shutil.rmtree(Path("/dev/shm", folder))
     assert not is_there(own)
     Path("/dev/shm", older).unlink()
+    Path("/dev/shm", later).unlink()
     Path("/dev/shm", held).unlink(missing_ok=True)
     assert_nothing_left(before, timeout=GONE_WITHIN)
 
@@ -316,6 +325,25 @@ def test_temporary_folder_that_the_user_has_set_is_left_alone(tmp_path: Path) ->
         file = Path(env.get_attr("path"))
         assert file.parent.parent == tmp_path
     assert file.exists()
+
+
+@pytest.mark.parametrize("which", ["the env's", "that of all envs"])
+def test_temporary_folder_that_an_env_has_replaced_by_a_link_is_unlinked_and_not_walked_through(
+    which: str, tmp_path: Path
+) -> None:
+    (tmp_path / "in" / "it").mkdir(parents=True)
+    for folder in (tmp_path / "in" / "it", tmp_path / "in", tmp_path):
+        folder.chmod(0o755)
+    modes = lambda: {path: path.stat().st_mode for path in (tmp_path, *tmp_path.rglob("*"))}  # noqa: E731
+    before = modes()
+    env = SubprocessEnv(partial(LinkingEnv, str(tmp_path), of_all=which != "the env's")).initialize()
+    link = Path(env.get_attr("link"))
+    assert link.is_symlink()
+    assert link.parent.name.startswith("multienv-") == (which == "the env's")
+    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+    env.close()
+    assert becomes_true(lambda: not link.is_symlink(), STUCK_AFTER)
+    assert modes() == before
 
 
 def hang_with_temporary_files() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -29,8 +30,11 @@ class Tensor:
     """As torch's: it is read through numpy, and its pickle has the address of its memory in it."""
 
     def __init__(self, values: Any) -> None:
-        self.values, self.address = np.asarray(values), id(self)
+        self.values = np.asarray(values)
         self.shape, self.dtype = self.values.shape, self.values.dtype
+
+    def __reduce__(self) -> Any:
+        return Tensor, (self.values,), {**vars(self), "address": id(self)}
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self.values
@@ -47,6 +51,71 @@ class Opaque:
 
     def __reduce__(self) -> Any:
         return Opaque, (self.value,), {"nonce": os.urandom(8)}
+
+
+class SlottedList(list[Any]):
+    """Holds a number beside its items."""
+
+    __slots__ = ("goal",)
+
+
+class SlottedDict(dict[str, Any]):
+    """Holds a number beside its items."""
+
+    __slots__ = ("goal",)
+
+
+class Aimed:
+    """Holds a number outside ``__dict__``."""
+
+    __slots__ = ("goal",)
+
+
+@dataclasses.dataclass
+class AimedSeen(Aimed):
+    """Holds a number that is none of its fields."""
+
+    frame: int = 0
+
+
+class ShortList(list[Any]):
+    """Has more than it shows; the caller gets all."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __reduce__(self) -> Any:
+        return ShortList, ([self[index] for index in range(len(self))],)
+
+
+class TellingList(list[Any]):
+    """Pickles to more than it holds."""
+
+    told = 0.0
+
+    def __reduce__(self) -> Any:
+        return aimed, (SlottedList(), TellingList.told)
+
+
+def telling(value: float) -> Any:
+    """Return a list that pickles to a list with a number beside it."""
+    TellingList.told = value
+    return TellingList()
+
+
+def aimed(holder: Any, value: float) -> Any:
+    """Return what holds something, with a number beside it."""
+    holder.goal = value
+    return holder
+
+
+def long_doubles(value: float) -> Any:
+    """Return numbers of which six bytes of sixteen say nothing, and are others each time."""
+    array = np.full(8, value, np.longdouble)
+    if np.finfo(np.longdouble).nmant == 63:  # as on x86: elsewhere all bytes count
+        octets = array.view(np.uint8).reshape(8, -1)
+        octets[:, 10:] = np.frombuffer(os.urandom(octets[:, 10:].size), np.uint8).reshape(8, -1)
+    return array
 
 
 def zeros(value: float, shape: Any = LARGE, dtype: Any = np.float64) -> Any:
@@ -82,6 +151,13 @@ WAYS: dict[str, tuple[Callable[[float], Any], Any]] = {
         spaces.Box(0, 255, (700, 500, 3), np.uint8),
     ),
     "a tensor": (lambda value: {"x": Tensor(zeros(value))}, AnySpace()),
+    "a tensor's attribute": (lambda value: aimed(Tensor(zeros(0)), value), AnySpace()),
+    "a slot of a list": (lambda value: aimed(SlottedList("ab"), value), AnySpace()),
+    "a slot of a dict": (lambda value: aimed(SlottedDict(a=1), value), AnySpace()),
+    "a slot of a dataclass's base": (lambda value: {"x": aimed(AimedSeen(), value)}, AnySpace()),
+    "a list that shows less": (lambda value: ShortList([value]), AnySpace()),
+    "a list that pickles to more": (telling, AnySpace()),
+    "long doubles": (long_doubles, spaces.Box(-1, 1, (8,), np.longdouble)),
 }
 
 

@@ -55,11 +55,14 @@ POLICIES = {
     "budget": RestartPolicy(snapshots=False, backoff=0.0, max_restarts=1, window=50.0),
     # The envs remember something across resets, which shows after a while, or never.
     "memory": RestartPolicy(snapshot_every=2, backoff=0.0),
+    # No episode ends by itself: until the first reset that is asked for nothing but the construction leads back, if a
+    # snapshot is lost with its worker.
+    "first episode": RestartPolicy(snapshot_every=2, backoff=0.0),
 }
 # Policies whose errors the trainer answers by a reset, and "truncate".
 RAISING = ("truncate", "raise", "budget")
 # Policies under which a replay begins at resets.
-ANEW = ("starts", "memory")
+ANEW = ("starts", "memory", "first episode")
 # Kind of face → its options, and the worker of each env.
 FACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "subprocess_env": ({}, (0,)),
@@ -69,6 +72,7 @@ FACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "SAME_STEP": ({"envs_per_worker": 3}, (0, 0, 0)),
 }
 HORIZONS = (3, 5, 4)
+ENDLESS = 1000
 # Part of the envs' time that telling of resets may take: after the first it is never enough.
 _HARDLY = 1e-12
 
@@ -223,8 +227,9 @@ class Run:
         mode = case.face if case.face.isupper() else "DISABLED"
         remembers, is_forgetful = case.policy == "memory", self.constants.forgets or case.policy == "short journal"
         shows_after = self.constants.shows_after if remembers else None
+        horizons = (ENDLESS,) * NUM_ENVS if case.policy == "first episode" else HORIZONS
         self.options_of_env = [
-            (env, case.chance, HORIZONS[env], case.policy in ANEW, shows_after) for env in range(len(self.workers))
+            (env, case.chance, horizons[env], case.policy in ANEW, shows_after) for env in range(len(self.workers))
         ]
         self.worlds = [
             World(SimulatedEnv(*options), mode, case.chance, is_forgetful, remembers) for options in self.options_of_env

@@ -7,6 +7,17 @@ from simulation.programs import Case
 from simulation.simulation import CRASHED, KILLED, Fault
 
 REGRESSIONS: dict[str, Case] = {
+    # Worker and snapshot were lost together in the first episode. The construction had been forgotten when the first
+    # snapshot stood, and no episode had ended yet: all envs of the worker were truncated.
+    **{
+        f"worker_and_snapshot_lost_in_the_first_episode_{face}": Case(
+            face,
+            "first episode",
+            (("reset", 3), *(("step", number) for number in range(5)), ("call", 0.5), ("step", 5), ("step", 6)),
+            (Fault(0, "request", 9, "executed"), Fault(0, "wake", 1, "skipped")),
+        )
+        for face in ("subprocess_env", "multi_env", "DISABLED", "NEXT_STEP", "SAME_STEP")
+    },
     # After restore() the numbers of requests come again. A worker died in the step after it; what it was asked once more
     # in the next process was the step of the same number that had been lost before.
     "a_step_after_restore_is_asked_with_its_own_action": Case(

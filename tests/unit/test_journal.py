@@ -181,7 +181,8 @@ class Model(RuleBasedStateMachine):
         room = next(index for index in range(len(sizes) + 1) if sum(sizes[index:]) <= limit)
         forced = self.asked[room - 1].number + 1 if room else 0
         self.is_affordable = since_built <= min(AFFORDABLE, longest)
-        if newest and not self.journal.memory.has_shown:
+        stands = self.policy.accept == "replayed" and all(map(self.proven, range(SLOTS)))
+        if newest and stands and not self.journal.memory.has_shown:
             is_kept = self.is_affordable
         else:
             is_kept = since_built <= longest or (forks and not newest)
@@ -279,7 +280,9 @@ class Model(RuleBasedStateMachine):
             assert plans == near == []
             assert ("accept" in journal.why_no_plan()) == any(map(self.proven, range(SLOTS)))
             return
-        prefers_whole = any(self.whole) and (self.is_affordable or journal.memory.has_shown)
+        prefers_whole = any(self.whole) and (
+            self.is_affordable or journal.memory.has_shown or near[0].requests == len(self.asked)
+        )
         far = plans[0 if prefers_whole else -1]
         if any(self.whole):
             assert far.requests == len(self.asked)
@@ -317,6 +320,52 @@ TestJournal.settings = settings(
 
 
 # --- what the list does not show ----------------------------------------------------------------
+
+
+def in_first_episode(*, ended: tuple[int, ...] = (), policy: RestartPolicy = POLICIES[0]) -> Journal:
+    """Return a journal of one reset and nine steps, after which a snapshot stands, and is affordable no more."""
+    journal = Journal(recording=True, policy=policy)
+    journal.lay_out(STRIDE, SLOTS)
+    journal.begin(0)
+    journal.trim(10**9, 0.0, 10.0, 0)
+    for number in range(1, 11):
+        journal.log(number, bytes(STRIDE))
+    for slot in range(SLOTS):
+        journal.note_start(slot, 1, b"", 0.0)
+    journal.note_ends(ended, 5)
+    for slot in ended:
+        journal.note_start(slot, 6, b"", 1.0)
+    journal.note_ends(ended, 8)
+    return journal
+
+
+def test_construction_is_kept_after_a_snapshot_until_each_slot_has_a_proven_start_or_a_limit_is_reached():
+    for ended, policy, passed, limit, is_kept in [
+        ((), POLICIES[0], 9.0, 10**9, True),
+        ((0,), POLICIES[0], 9.0, 10**9, True),
+        ((0, 1), POLICIES[0], 9.0, 10**9, False),
+        ((0, 1), POLICIES[1], 9.0, 10**9, True),  # no start takes the place of the construction
+        ((), POLICIES[0], 11.0, 10**9, False),
+        ((), POLICIES[0], 9.0, 9 * STRIDE, False),
+    ]:
+        journal = in_first_episode(ended=ended, policy=policy)
+        journal.trim(limit, passed, 10.0, 9, forks=True)
+        assert [history.is_whole for history in journal.histories] == [is_kept] * SLOTS, (ended, passed, limit)
+        assert any(not plan.resets and not plan.missing for plan in journal.plans()) == is_kept
+
+
+def test_construction_is_kept_until_the_first_snapshot_stands_as_long_as_the_worker_can_be_forked():
+    for forks in (True, False):
+        journal = in_first_episode(ended=(0, 1))
+        journal.trim(10**9, 11.0, 10.0, 0, forks=forks)
+        assert journal.is_whole == forks
+
+
+def test_replay_that_repeats_all_requests_for_one_slot_is_first_tried_from_the_construction_of_all():
+    journal = in_first_episode(ended=(0,))
+    journal.trim(10**9, 9.0, 10.0, 9, forks=True)
+    assert [plan.resets for plan in journal.plans()] == [(), (0,)]
+    assert [plan.resets for plan in journal.plans(near=True)] == [(0,), ()]
 
 
 def test_a_look_costs_the_same_however_many_odd_entries_there_are():

@@ -9,7 +9,7 @@ import math
 import pickle
 import threading
 from collections import OrderedDict, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -271,6 +271,71 @@ def named(goal: str) -> Named:
     return made
 
 
+class Slotted(Named):
+    """Holds something in a slot, whose name is mangled."""
+
+    __slots__ = ("__goal",)
+
+    def __init__(self, goal: str) -> None:
+        super().__init__(a=1)
+        if goal:
+            self.__goal = goal
+
+
+class Short(list[Any]):
+    """Has more than it shows."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Aimed:
+    __slots__ = ("goal",)
+
+
+@dataclasses.dataclass
+class AimedSeen(Aimed):
+    frame: int = 0
+
+    def __init__(self, goal: int) -> None:
+        self.goal = goal
+
+    def __iter__(self) -> Any:
+        return iter((self.frame,))
+
+
+class Told(tuple[Any, ...]):  # noqa: SLOT001 - as users write them
+    """Says itself what it pickles to."""
+
+    told = 0
+
+    def __getnewargs__(self) -> Any:
+        return ((self.told,),)
+
+
+def told(value: int) -> Any:
+    """Return the pickle's view of a tuple that shows the value nowhere else, as a digest."""
+    Told.told = value
+    return evidence_of(Told())
+
+
+class Nonce(list[Any]):
+    """Pickles to other bytes each time."""
+
+    def __getstate__(self) -> Any:
+        Ticket.count += 1
+        return {"number": Ticket.count}
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+class Mass(np.longdouble):
+    """A number that holds more than its value."""
+
+
 def padded(rest: int) -> Any:
     """Numbers between which there are bytes that say nothing."""
     kind = np.dtype([("a", "i1"), ("b", "f8")], align=True)
@@ -313,6 +378,11 @@ def test_values_of_any_other_kind_go_by_what_they_hold():
         (named("x"), named("y")),
         (defaultdict(int, a=1), defaultdict(float, a=1)),
         (np.array([1, 2], np.longdouble), np.array([1, 3], np.longdouble)),
+        (np.longdouble(1) / 3, np.float64(1) / 3),
+        (Slotted("x"), Slotted("y")),
+        (Slotted("x"), Slotted("")),
+        (AimedSeen(1), AimedSeen(2)),
+        (Pair({1, 9}, 0), Pair({1, 8}, 0)),
         (itself, [[]]),
         (np.zeros((600, 600), np.uint8), np.eye(600, dtype=np.uint8) * 0 + (np.arange(600) == 599)),
     ]
@@ -327,6 +397,28 @@ def test_bytes_that_say_nothing_are_no_difference():
     one, other = (np.full(4 * 16, rest, np.uint8).view(np.longdouble) for rest in (0, 255))
     one[:], other[:] = 1.5, 1.5
     assert evidence_of(one) == evidence_of(other)
+    assert evidence_of(one[0]) == evidence_of(other[0])
+    assert evidence_of(one.view(np.clongdouble)) == evidence_of(other.view(np.clongdouble))
+    assert evidence_of(one.astype(">g")) != evidence_of(one.astype(">g") * 2)
+    kind = np.dtype([("a", "g"), ("b", "G", 2)])
+    one, other = (np.full(kind.itemsize, rest, np.uint8).view(kind) for rest in (0, 255))
+    one["a"], other["a"] = 1.5, 1.5
+    one["b"], other["b"] = 1.5, 1.5
+    assert evidence_of(one) == evidence_of(other)
+    assert evidence_of(one[0]) == evidence_of(other[0])
+
+
+def test_what_a_class_says_of_itself_is_compared_besides_what_it_holds():
+    assert evidence_of(Short([1])) == evidence_of(Short([1])) != evidence_of(Short([2]))
+    assert told(1) == told(1) != told(2)
+    assert evidence_of(Nonce("ab")) == MARK + b"Nonce"
+
+
+def test_what_the_standard_library_says_of_a_class_is_no_reason_to_pickle_its_values():
+    tensors = lambda: [Pair(Tensor(1), 0), Seen(Tensor(1)), AimedSeen(Tensor(1)), OrderedDict(a=Tensor(1))]  # noqa: E731
+    assert [*map(evidence_of, tensors())] == [*map(evidence_of, tensors())]
+    assert evidence_of(OrderedDict(a={1, 9})) == evidence_of(OrderedDict(a={9, 1}))
+    assert evidence_of(defaultdict(set, a={1, 9})) == evidence_of(defaultdict(set, a={9, 1}))
 
 
 def test_what_does_not_pickle_to_the_same_bytes_twice_cannot_be_compared():
