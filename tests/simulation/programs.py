@@ -99,6 +99,8 @@ class Case:
         faults: What goes wrong.
         eager: See :class:`Simulation`.
         chance: The envs draw from what cannot be replayed.
+        asks_after: The envs ask a server, see ``SimulatedEnv``; ``None``: they do not. No program takes such an env back
+            to an earlier state: the server does not go back with it.
         interrupted: At which place of the trainer's own code Ctrl-C comes, counted over all calls; -1: at none.
         rare: With what constants are drawn that are rare in life, see :mod:`simulation.rare`; 0: none is.
     """
@@ -109,6 +111,7 @@ class Case:
     faults: tuple[Fault, ...] = ()
     eager: bool = False
     chance: bool = False
+    asks_after: int | None = None
     interrupted: int = -1
     rare: int = 0
 
@@ -224,7 +227,8 @@ class Run:
         remembers, is_forgetful = case.policy == "memory", self.constants.forgets or case.policy == "short journal"
         shows_after = self.constants.shows_after if remembers else None
         self.options_of_env = [
-            (env, case.chance, HORIZONS[env], case.policy in ANEW, shows_after) for env in range(len(self.workers))
+            (env, case.chance, HORIZONS[env], case.policy in ANEW, shows_after, case.asks_after)
+            for env in range(len(self.workers))
         ]
         self.worlds = [
             World(SimulatedEnv(*options), mode, case.chance, is_forgetful, remembers) for options in self.options_of_env

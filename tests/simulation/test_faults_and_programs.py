@@ -124,7 +124,9 @@ pace_ops: st.SearchStrategy[Any] = st.tuples(st.sampled_from(["pace", "some"]), 
 @st.composite
 def cases(draw: Any) -> Case:
     face = draw(st.sampled_from(list(FACES)))
-    kinds = [plain_ops, plain_ops, *[branch_ops] * (face in BRANCHING), *[pace_ops] * (face in PACING)]
+    asks_after = draw(st.sampled_from([None, None, 0, 1, 2]))
+    branches = face in BRANCHING and asks_after is None
+    kinds = [plain_ops, plain_ops, *[branch_ops] * branches, *[pace_ops] * (face in PACING)]
     ops = draw(st.lists(st.one_of(kinds), max_size=14))
     kept: set[str] = set()
     program: list[tuple[Any, ...]] = [("reset", draw(st.integers(0, 5)))]
@@ -132,7 +134,7 @@ def cases(draw: Any) -> Case:
         kept.add(op[0])
         if {"restore": "snapshot", "load": "save"}.get(op[0], op[0]) in kept:
             program.append(op)
-    base = Case(face, draw(st.sampled_from(REPLAYS)), tuple(program), eager=draw(st.booleans()))
+    base = Case(face, draw(st.sampled_from(REPLAYS)), tuple(program), eager=draw(st.booleans()), asks_after=asks_after)
     workers = FACES[face][1]
     for _ in range(draw(st.integers(0, 3))):
         worker = draw(st.sampled_from(workers))
