@@ -125,9 +125,10 @@ def bases() -> Iterator[Case]:
     for face, eager in product(FACES, (False, True)):
         for ops in (EPISODES, CALLS, *[ROLLOUTS] * (face in ROLLING), *[PACES] * (face in PACING)):
             yield Case(face, "memory", ops, eager=eager)
-    for face, policy in product(FACES, REPLAYS):
+    for face in FACES:
         for ops in (EPISODES, *[ROLLOUTS] * (face in ROLLING), *[PACES] * (face in PACING)):
-            yield Case(face, policy, ops, asks_after=1)
+            yield Case(face, "snapshot", ops, asks_after=2)
+        yield Case(face, "starts", EPISODES, asks_after=2)
 
 
 def name_of(case: Case) -> str:

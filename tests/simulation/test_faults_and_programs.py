@@ -5,6 +5,7 @@ A failure ends with a literal that runs it again: see ``regressions``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from multienv import sometimes
 from simulation import programs
 from simulation.programs import FACES, Case, Run
 from simulation.rare import Constants
@@ -98,6 +100,18 @@ def test_an_env_that_cannot_be_replayed_is_truncated_and_never_passed_off_as_exa
         simulation = play.play()
         assert simulation.struck
         assert play.truncated == FACES[face][1].count(0), "one of each env in the worker that was lost"
+
+
+@pytest.mark.parametrize("face", list(FACES))
+def test_a_server_is_not_asked_again_by_a_woken_copy(face: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from before the env asked is there each time, and what it would repeat compares equal."""
+    monkeypatch.setattr(programs, "constants_of", lambda seed: Constants(snapshot_every=1))
+    ops = (("reset", 7), *(("step", number) for number in range(2)), ("call", 0.5), ("step", 2), ("step", 3))
+    taken = Counter[str]()
+    monkeypatch.setattr(sometimes, "listener", lambda what: taken.update([what]))
+    for nth, point in product((5, 6), ("before", "in the env", "executed", "replied", "late")):
+        run(Case(face, "snapshot", ops, (Fault(0, "request", nth, point),), asks_after=2))
+    assert taken["an env has asked outside after its snapshot"]
 
 
 @pytest.mark.parametrize("name", list(REGRESSIONS))
