@@ -36,7 +36,7 @@ NOTED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "sockets",
     ),
     "a program": (lambda path: subprocess.run(["true"], check=True), "child processes"),
-    "a command": (lambda path: os.system("true"), "child processes"),  # noqa: S605, S607
+    "a command": (lambda path: os.system("true"), "child processes"),
     "a process": (lambda path: os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0), "child processes"),
     "a fork": (lambda path: os.fork() or os._exit(0), "child processes"),
     "a database": (lambda path: sqlite3.connect(path.parent / "database").close(), "files"),
