@@ -135,7 +135,7 @@ class World:
         has_ended: Its episode is over, and nothing has begun the next one.
         is_known: What it draws is that of the bare env.
         is_forgetful: The worker may forget what was called and set.
-        is_lost: What the env remembers across resets is not what the bare one does, for good.
+        is_lost: What the env remembers across resets, or was given, is not what the bare one does, for good.
     """
 
     def __init__(self, bare: SimulatedEnv, mode: str, chance: bool, is_forgetful: bool, remembers: bool) -> None:
@@ -164,7 +164,7 @@ class World:
         """Note that the env is a new one, whose generator goes on, as was planned between two episodes."""
         self.bare.episode_number, self.bare.steps_ever = -1, 0
         if self.is_forgetful and self.bare.offset:
-            self.is_known = False  # what was called and set need not have been repeated
+            self.is_lost, self.is_known = True, False  # what was called and set need not have been repeated
 
     def lose_memory(self) -> None:
         """Note that the env goes on in another process, whose memory of earlier episodes need not be the same."""
