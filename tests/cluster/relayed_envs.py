@@ -32,9 +32,9 @@ class PictureEnv(CounterEnv):
 
 
 class WritingEnv(CounterEnv):
-    """Writes to a file in its sixth step, and keeps nothing open."""
+    """Writes to a file in its fourth step, and keeps nothing open."""
 
     def step(self, action: Any) -> Any:
-        if self.episode_step == 5:
+        if self.episode_step == 3:
             Path("/dev/full").open("wb").close()
         return super().step(action)

@@ -238,8 +238,10 @@ def test_trainer_learns_that_an_env_has_asked_outside_after_its_snapshot(cluster
     env_fn = partial(WritingEnv, horizon=None)
     with RayEnv(env_fn, ray=options, restart=RestartPolicy(snapshot_every=4), hooks=[events.append]) as env:
         env.reset(seed=5)
-        for step in range(7):
-            if step == 6:
+        for step in range(6):
+            if step == 5:
+                told = env.statistics()
+                assert (told.snapshots, told.no_snapshots) == (1, ""), "no snapshot was due since the env asked"
                 kill_worker(env)
             assert env.step(1)[0][0] == step + 1
     (recovery,) = [event for event in events if isinstance(event, Recovery)]
