@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,3 +29,12 @@ class PictureEnv(CounterEnv):
         assert shape is not None
         shown = np.arange(shape[0] * shape[1], dtype=np.uint32) * (7 + self.episode_step) + int(self._draw * 1e6)
         return (shown % 251).astype(np.uint8).reshape(shape)
+
+
+class WritingEnv(CounterEnv):
+    """Writes to a file in its fourth step, and keeps nothing open."""
+
+    def step(self, action: Any) -> Any:
+        if self.episode_step == 3:
+            Path("/dev/full").open("wb").close()
+        return super().step(action)

@@ -30,7 +30,7 @@ from cluster.lossy_host import (
     every,
     silent_from,
 )
-from cluster.relayed_envs import PictureEnv
+from cluster.relayed_envs import PictureEnv, WritingEnv
 from kit import (
     CounterEnv,
     Fault,
@@ -230,6 +230,22 @@ def test_stale_answer_of_a_woken_snapshot_is_not_taken_for_that_to_a_later_reque
         assert channel.segment.words[8] == before
         told.append(env.step(1)[0][0])
     assert told == [4]
+
+
+def test_trainer_learns_that_an_env_has_asked_outside_after_its_snapshot(clusters: Clusters) -> None:
+    events: list[Any] = []
+    _, options = clusters.make()
+    env_fn = partial(WritingEnv, horizon=None)
+    with RayEnv(env_fn, ray=options, restart=RestartPolicy(snapshot_every=4), hooks=[events.append]) as env:
+        env.reset(seed=5)
+        for step in range(6):
+            if step == 5:
+                told = env.statistics()
+                assert (told.snapshots, told.no_snapshots) == (1, ""), "no snapshot was due since the env asked"
+                kill_worker(env)
+            assert env.step(1)[0][0] == step + 1
+    (recovery,) = [event for event in events if isinstance(event, Recovery)]
+    assert (recovery.outcome, recovery.method) == ("exact", "journal")
 
 
 def test_kill_at_a_deadline_is_always_told_as_a_hang(clusters: Clusters) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import socket
 import sqlite3
+import struct
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,54 @@ class LateServerEnv(ServerEnv):
 
     def look(self) -> float:
         return super().look() if self.taken > 20 else 0.0
+
+
+class ConfiguredEnv(OutsideEnv):
+    """Asks outside only while it is built."""
+
+    def __init__(self, url: str, path: str) -> None:
+        super().__init__()
+        with urllib.request.urlopen(f"{url}/constructor", timeout=10) as reply:
+            Path(path).write_bytes(reply.read())
+
+    def look(self) -> float:
+        return float(self.taken)
+
+
+class HiddenServerEnv(OutsideEnv):
+    """Asks a server behind Python's back, as C code does, with a connection that it keeps from its twelfth step on.
+
+    Args:
+        path: Of a server that counts bytes; a zero is not counted, and begins anew.
+    """
+
+    goal = 40
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.address = struct.pack("H108s", socket.AF_UNIX, path.encode())
+        self.connection: socket.socket | None = None
+        self.count = 0
+
+    def connected(self) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX)
+        assert ctypes.CDLL(None).connect(made.fileno(), self.address, len(self.address)) == 0
+        return made
+
+    def begin(self) -> None:
+        with self.connected() as connection:
+            connection.sendall(b"\0")
+            self.count = connection.recv(1)[0]
+
+    def look(self) -> float:
+        if self.taken >= 12:
+            self.connection = self.connection or self.connected()
+            self.connection.sendall(b".")
+            self.count = self.connection.recv(1)[0]
+        return 0.0
+
+    def ends(self) -> bool:
+        return 11 + self.count >= self.goal
 
 
 class StreamEnv(OutsideEnv):

@@ -16,12 +16,15 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingUnixStreamServer
 from typing import Any
 
 import pytest
 from faces import Face
 from outside_envs import (
+    ConfiguredEnv,
     DataSetEnv,
+    HiddenServerEnv,
     HoldsLockEnv,
     LateServerEnv,
     LogEnv,
@@ -206,8 +209,35 @@ def test_a_snapshot_from_before_the_first_connection_is_not_woken() -> None:
     assert told.ends == [[40]]
     assert told.methods() == {"journal"}
 
-    def look(self) -> float:
-        return super().look() if self.taken > 20 else 0.0
+
+def test_what_only_the_constructor_asks_forbids_no_snapshot(tmp_path: Path) -> None:
+    with server() as url:
+        told = Told([partial(ConfiguredEnv, url, str(tmp_path / "file"))], SOMETIMES, kills=(7,), steps=12)
+    assert told.shown == [list(map(float, range(1, 13)))]
+    assert told.recoveries == [("exact", "snapshot")]
+
+
+def test_a_snapshot_from_before_an_obstacle_was_found_is_not_woken(tmp_path: Path) -> None:
+    """What C code asks is not told; but the connection that it keeps is found."""
+    path, count = tmp_path / "server", 0
+
+    class Handler(BaseRequestHandler):
+        def handle(self) -> None:
+            nonlocal count
+            while data := self.request.recv(1):
+                count = 0 if data == b"\0" else count + 1
+                self.request.sendall(bytes([count]))
+
+    with ThreadingUnixStreamServer(str(path), Handler) as found:
+        found.daemon_threads = True
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        told = Told([partial(HiddenServerEnv, str(path))], SOMETIMES, kills=(17,), steps=45)
+        found.shutdown()
+        thread.join()
+    assert told.ends == [[40]]
+    assert told.obstacles == ["sockets"]
+    assert told.recoveries == [("exact", "journal")]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "terminal"])

@@ -103,6 +103,8 @@ class Case:
         faults: What goes wrong.
         eager: See :class:`Simulation`.
         chance: The envs draw from what cannot be replayed.
+        asks_after: The envs ask a server, see ``SimulatedEnv``; ``None``: they do not. No program takes such an env back
+            to an earlier state: the server does not go back with it.
         interrupted: At which place of the trainer's own code Ctrl-C comes, counted over all calls; -1: at none.
         rare: With what constants are drawn that are rare in life, see :mod:`simulation.rare`; 0: none is.
     """
@@ -113,6 +115,7 @@ class Case:
     faults: tuple[Fault, ...] = ()
     eager: bool = False
     chance: bool = False
+    asks_after: int | None = None
     interrupted: int = -1
     rare: int = 0
 
@@ -136,7 +139,7 @@ class World:
         has_ended: Its episode is over, and nothing has begun the next one.
         is_known: What it draws is that of the bare env.
         is_forgetful: The worker may forget what was called and set.
-        is_lost: What the env remembers across resets is not what the bare one does, for good.
+        is_lost: What the env remembers across resets, or was given, is not what the bare one does, for good.
     """
 
     def __init__(self, bare: SimulatedEnv, mode: str, chance: bool, is_forgetful: bool, remembers: bool) -> None:
@@ -165,7 +168,7 @@ class World:
         """Note that the env is a new one, whose generator goes on, as was planned between two episodes."""
         self.bare.episode_number, self.bare.steps_ever = -1, 0
         if self.is_forgetful and self.bare.offset:
-            self.is_known = False  # what was called and set need not have been repeated
+            self.is_lost, self.is_known = True, False  # what was called and set need not have been repeated
 
     def lose_memory(self) -> None:
         """Note that the env goes on in another process, whose memory of earlier episodes need not be the same."""
@@ -229,7 +232,8 @@ class Run:
         shows_after = self.constants.shows_after if remembers else None
         horizons = (ENDLESS,) * NUM_ENVS if case.policy == "first episode" else HORIZONS
         self.options_of_env = [
-            (env, case.chance, horizons[env], case.policy in ANEW, shows_after) for env in range(len(self.workers))
+            (env, case.chance, horizons[env], case.policy in ANEW, shows_after, case.asks_after)
+            for env in range(len(self.workers))
         ]
         self.worlds = [
             World(SimulatedEnv(*options), mode, case.chance, is_forgetful, remembers) for options in self.options_of_env

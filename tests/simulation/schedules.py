@@ -125,6 +125,10 @@ def bases() -> Iterator[Case]:
     for face, eager in product(FACES, (False, True)):
         for ops in (EPISODES, CALLS, *[ROLLOUTS] * (face in ROLLING), *[PACES] * (face in PACING)):
             yield Case(face, "memory", ops, eager=eager)
+    for face in FACES:
+        for ops in (EPISODES, *[ROLLOUTS] * (face in ROLLING), *[PACES] * (face in PACING)):
+            yield Case(face, "snapshot", ops, asks_after=2)
+        yield Case(face, "starts", EPISODES, asks_after=2)
 
 
 def name_of(case: Case) -> str:
@@ -132,7 +136,8 @@ def name_of(case: Case) -> str:
     named = {BRANCHES: "branches", CALLS: "calls"}
     program = "rollouts" if ("roll", 0, 3) in case.ops else named.get(case.ops, "episodes")
     program = "own pace" if ("pace", 0) in case.ops else program
-    return f"{case.face}-{case.policy}-{program}-{'eager' if case.eager else 'lazy'}"
+    asks = "" if case.asks_after is None else "-asks"
+    return f"{case.face}-{case.policy}-{program}-{'eager' if case.eager else 'lazy'}{asks}"
 
 
 def check_each_single_fault(base: Case, first: int = 0, stride: int = 1) -> None:

@@ -40,6 +40,7 @@ from multienv.threads import Bell, Pool
 from multienv.wire.banks import STEP, STEPPED
 from multienv.wire.messages import Build
 from multienv.wire.segment import (
+    ASKED,
     BUSY,
     PID,
     REPLAYING,
@@ -121,12 +122,21 @@ class SimulatedEnv(CounterEnv):
         forgets: Remember nothing of earlier episodes.
         shows_after: From this number of steps on, counted since the construction, what it draws depends on that number:
             it remembers something across resets, seeded ones too. ``None``: that never shows.
+        asks_after: From the step after so many steps of an episode on, each asks a server, which counts them; only the
+            reward of the last step shows the count. ``None``: it asks nothing.
     """
 
     def __init__(
-        self, who: int, chance: bool = False, horizon: int = 5, forgets: bool = False, shows_after: int | None = None
+        self,
+        who: int,
+        chance: bool = False,
+        horizon: int = 5,
+        forgets: bool = False,
+        shows_after: int | None = None,
+        asks_after: int | None = None,
     ) -> None:
         super().__init__(horizon=horizon, count_episodes=not forgets)
+        self.asks_after, self.own_server = asks_after, Server()
         self.shows_after, self.steps_ever = shows_after, 0
         self.who = who
         _strike()
@@ -137,11 +147,17 @@ class SimulatedEnv(CounterEnv):
     def step(self, action: Any) -> Any:
         _strike()
         self.steps_ever += 1
-        return super().step(action)
+        observation, reward, terminated, truncated, info = super().step(action)
+        if self.asks_after is not None and self.episode_step > self.asks_after:
+            asked = self._ask_server("step")
+            reward += 100.0 * asked * (terminated or truncated)
+        return observation, reward, terminated, truncated, info
 
     def reset(self, **options: Any) -> Any:
         _strike()
         self.first_draw = -1.0
+        if self.asks_after is not None:
+            self._ask_server("reset")
         return super().reset(**options)
 
     def poke(self, amount: float = 0.0) -> int:
@@ -153,6 +169,10 @@ class SimulatedEnv(CounterEnv):
         _strike()
         return self.who
 
+    def _ask_server(self, what: str) -> int:
+        process = getattr(_running, "process", None)
+        return self.own_server.answer(self.who, what) if process is None else process.ask_server(self.who, what)
+
     def _next_draw(self) -> float:
         shown = 0.01 * self.steps_ever if self.shows_after is not None and self.steps_ever >= self.shows_after else 0.0
         return (super()._next_draw() + self._chance + shown) % 1
@@ -163,6 +183,18 @@ class SimulatedEnv(CounterEnv):
         episode = self.episode_number if self.count_episodes else int(1e6 * self.first_draw)
         info: dict[str, Any] = {"who": self.who, "nonce": self.episode_step + 100 * episode}
         return info if self.episode_step != 2 else {**info, "words": f"env {self.who}"}
+
+
+class Server:
+    """Counts, for each env, what it was asked since a reset: no process that dies or is woken takes that back."""
+
+    def __init__(self) -> None:
+        self._asked: Counter[int] = Counter()
+
+    def answer(self, who: int, what: str) -> int:
+        """Return how often an env has asked since its reset."""
+        self._asked[who] = 0 if what == "reset" else self._asked[who] + 1
+        return self._asked[who]
 
 
 def is_in_process() -> bool:
@@ -202,6 +234,7 @@ class Simulation:
         called: Events in which an env was called: worker, event, which one, slot.
         live: Channels that are not released, and not forgotten, which releases them.
         edited: Of each worker, for each process that was asked to build: the code was edited for it.
+        server: What envs ask.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -214,6 +247,7 @@ class Simulation:
     live: weakref.WeakSet[SimulatedChannel] = field(default_factory=weakref.WeakSet)
     kept: dict[int, tuple[SimulatedProcess, tuple[int, int]]] = field(default_factory=dict)
     edited: dict[int, list[bool]] = field(default_factory=lambda: defaultdict(list))
+    server: Server = field(default_factory=Server)
     lock: Any = field(default_factory=threading.RLock)
     workers: int = 0
     processes: int = 0
@@ -461,19 +495,23 @@ class SimulatedProcess:
         self.segment.words[WORKER_SLEEPS] = int(simulation.eager)
         self.host = Host(self.segment, on_build=self._note_build, on_keep=self._keep, code=self._code)
         self.past: list[tuple[int, bytes, bytes]] = []  # requests executed: number, bank, payload
+        self.answers: list[int] = []  # of the server
         self.begun: int | None = None
         self.snapshot: tuple[int, int] | None = None
         self.every = -1
+        self.tried = 0  # the last request when a snapshot was due
+        self.has_asked = False  # the server, since then
         self.code: int | None = None
         self.is_mute = False
         self.is_late = False  # mute, and writes its reply when it has been given up
         self.is_copied = False
         if parent is not None:
-            self.is_copied = True  # no fault strikes while the past is repeated
+            self.is_copied = True  # no fault strikes while the past is repeated, and the server is not asked again
+            self.known = iter(parent.answers)
             for past in parent.past[: fork[1]]:
                 self._repeat(*past)
-            self.is_copied = False
-            self.snapshot = fork  # a woken copy takes another snapshot in its place
+            self.is_copied = self.has_asked = False
+            self.tried, self.snapshot = fork[0], fork  # a woken copy takes another snapshot in its place
             self.segment.words[REPLY] = self.segment.words[REQUEST] = fork[0]
             self.segment.words[SNAPSHOT] = fork[0] if self.every > 0 else 0
 
@@ -537,9 +575,10 @@ class SimulatedProcess:
         if number > 0:
             launcher.is_answered = launcher.is_answered or point != "garbage"
             last = number if rolled is None else rolled[0]
-            if 0 < self.every <= last - (self.snapshot or (0, 0))[0] and (side.view[0] == STEP or rolled is not None):
-                self.snapshot = last, len(self.past)
-                words[SNAPSHOT] = last
+            if 0 < self.every <= last - self.tried and (side.view[0] == STEP or rolled is not None):
+                self.snapshot = None if self.has_asked else (last, len(self.past))
+                words[SNAPSHOT] = 0 if self.has_asked else last
+                self.tried, self.has_asked = last, False
         if fault is not None and point == "replied":
             self.end(fault.code)
         if point == "interrupted after":
@@ -594,6 +633,13 @@ class SimulatedProcess:
                 self.launcher.is_answered = False
             self.end(fault.code)
             raise SimulatedDeath
+
+    def ask_server(self, who: int, what: str) -> int:
+        """Ask the server, and note that as the audit hook of a worker does; a copy has the answers in its memory."""
+        if self.segment.words[BUSY] > 0:
+            self.segment.words[ASKED], self.has_asked = self.segment.words[BUSY], True
+        self.answers.append(next(self.known) if self.is_copied else self.simulation.server.answer(who, what))
+        return self.answers[-1]
 
     def _handle(self, number: int) -> Any:
         outer, _running.process = getattr(_running, "process", None), self

@@ -5,6 +5,7 @@ A failure ends with a literal that runs it again: see ``regressions``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from multienv import sometimes
 from simulation import programs
 from simulation.programs import FACES, Case, Run
 from simulation.rare import Constants
@@ -100,6 +102,18 @@ def test_an_env_that_cannot_be_replayed_is_truncated_and_never_passed_off_as_exa
         assert play.truncated == FACES[face][1].count(0), "one of each env in the worker that was lost"
 
 
+@pytest.mark.parametrize("face", list(FACES))
+def test_a_server_is_not_asked_again_by_a_woken_copy(face: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from before the env asked is there, and what it would repeat compares equal."""
+    ops = (("reset", 7), *(("step", number) for number in range(2)), ("call", 0.5), ("step", 2), ("step", 3))
+    taken = Counter[str]()
+    monkeypatch.setattr(sometimes, "listener", lambda what: taken.update([what]))
+    for nth, point in product((5, 6), ("before", "in the env", "executed", "replied", "late")):
+        faults = (Fault(0, "request", nth, point),)
+        run(Case(face, "snapshot", ops, faults, asks_after=2, rare=SNAPSHOT_AFTER_EACH_STEP))
+    assert taken["an env has asked outside after its snapshot"]
+
+
 @pytest.mark.parametrize("name", list(REGRESSIONS))
 def test_regression(name: str) -> None:
     run(REGRESSIONS[name])
@@ -121,10 +135,16 @@ branch_ops: st.SearchStrategy[Any] = st.sampled_from([("snapshot",), ("restore",
 pace_ops: st.SearchStrategy[Any] = st.tuples(st.sampled_from(["pace", "some"]), st.integers(0, 9))
 
 
+# With this seed; all else is as in life. So there are copies from before an env asked its server.
+SNAPSHOT_AFTER_EACH_STEP = 152
+
+
 @st.composite
 def cases(draw: Any) -> Case:
     face = draw(st.sampled_from(list(FACES)))
-    kinds = [plain_ops, plain_ops, *[branch_ops] * (face in BRANCHING), *[pace_ops] * (face in PACING)]
+    asks_after = draw(st.sampled_from([None, None, 0, 1, 2]))
+    branches = face in BRANCHING and asks_after is None
+    kinds = [plain_ops, plain_ops, *[branch_ops] * branches, *[pace_ops] * (face in PACING)]
     ops = draw(st.lists(st.one_of(kinds), max_size=14))
     kept: set[str] = set()
     program: list[tuple[Any, ...]] = [("reset", draw(st.integers(0, 5)))]
@@ -132,7 +152,8 @@ def cases(draw: Any) -> Case:
         kept.add(op[0])
         if {"restore": "snapshot", "load": "save"}.get(op[0], op[0]) in kept:
             program.append(op)
-    base = Case(face, draw(st.sampled_from(REPLAYS)), tuple(program), eager=draw(st.booleans()))
+    base = Case(face, draw(st.sampled_from(REPLAYS)), tuple(program), eager=draw(st.booleans()), asks_after=asks_after)
+    base = base if asks_after is None else replace(base, rare=SNAPSHOT_AFTER_EACH_STEP)
     workers = FACES[face][1]
     for _ in range(draw(st.integers(0, 3))):
         worker = draw(st.sampled_from(workers))

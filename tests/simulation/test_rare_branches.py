@@ -62,6 +62,9 @@ DIRECTED: dict[str, Case | ManagerCase] = {
         EPISODES,
         (Fault(0, "request", 3, "in the env", code=CRASHED, times=2), Fault(0, "replay", 1, "raises")),
     ),
+    "an env has asked outside after its snapshot": Case(
+        "subprocess_env", "snapshot", EPISODES, (Fault(0, "request", 9, "torn"),), asks_after=2
+    ),
     "a woken snapshot is killed before it is handed over": Case(
         "subprocess_env", "snapshot", EPISODES, (Fault(0, "request", 4, "before"), Fault(0, "wake", 1, "dead"))
     ),
