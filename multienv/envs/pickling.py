@@ -1,51 +1,87 @@
-"""Pickle what runs in a worker: functions travel by value, with the names of their files."""
+"""Pickle what builds the envs: by value; by name what of the main script cannot travel so, and all that belongs to it."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-from collections import ChainMap
 from collections.abc import Callable
-from types import CodeType, FunctionType
-from typing import Any, ClassVar
+from operator import itemgetter
+from types import FunctionType
+from typing import Any
 
-import cloudpickle
+from multienv.envs.unpicklable import culprit_in
+from multienv.errors import UsageError
+from multienv.wire.reducers import LruCache, Pickler
+from multienv.worker.main_module import (
+    REMEDY,
+    can_be_imported,
+    import_script,
+    is_of_main,
+    of_script,
+    offered,
+    registered_in_main,
+)
 
-from multienv.worker.main_module import is_of_main, offered, registered_in_main
-
-_reduce_code = cloudpickle.CloudPickler.dispatch_table[CodeType]
-
-
-def _with_its_file(code: CodeType) -> tuple[Any, ...]:
-    """Reduce a code object as cloudpickle does, but keep the name of its file.
-
-    From 3.1.3 on cloudpickle writes "<dynamic-code>" there, so that equal functions give equal bytes. A traceback out
-    of the worker would then not show the lines of the user's env.
-    """
-    build, arguments = _reduce_code(code)
-    return build, tuple(code.co_filename if one == "<dynamic-code>" else one for one in arguments)
-
-
-class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-    dispatch_table: ClassVar = ChainMap({CodeType: _with_its_file}, cloudpickle.CloudPickler.dispatch_table)
+_BufferCallback = Callable[[pickle.PickleBuffer], bool]
 
 
-class _EnvFnPickler(_Pickler):
+class _ByValue(Pickler):
     """Notes which functions and classes of the main script it pickles: they travel by value.
 
-    Attributes:
-        of_main: These, by name.
+    Args:
+        of_main: These, by name; filled.
     """
 
-    def __init__(self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], bool]) -> None:
+    def __init__(self, file: io.BytesIO, buffer_callback: _BufferCallback, of_main: dict[str, Any]) -> None:
         super().__init__(file, buffer_callback=buffer_callback)
-        self.of_main: dict[str, Any] = {}
+        self._of_main = of_main
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce a value as cloudpickle does."""
+        """Reduce a value as every pickler of multienv does."""
         if isinstance(value, type | FunctionType) and is_of_main(value):
-            self.of_main[value.__name__] = value
+            self._of_main[value.__name__] = value
         return super().reducer_override(value)
+
+
+class _ByName(Pickler):
+    """Leaves functions and classes of the main script to the worker's import of it, and globals that cannot be pickled.
+
+    All functions and classes: if some travelled by value, there would be two of a class.
+    """
+
+    def __init__(self, file: io.BytesIO, buffer_callback: _BufferCallback | None, tried: dict[int, bool]) -> None:
+        super().__init__(file, buffer_callback=buffer_callback)
+        self._tried = tried  # number of a global → whether it can be pickled
+
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce a value; what has a name in the main script by that name."""
+        if isinstance(value, type | FunctionType | LruCache) and is_of_main(value):
+            return value.__name__
+        reduced = super().reducer_override(value)
+        if isinstance(value, FunctionType) and isinstance(reduced, tuple):  # a lambda, or one of a function
+            used = reduced[2][1]["__globals__"]
+            used.update({name: _OfScript(name) for name, one in used.items() if not self._can_be_pickled(one)})
+        return reduced
+
+    def _can_be_pickled(self, value: Any) -> bool:
+        if id(value) not in self._tried:
+            self._tried[id(value)] = True  # if a function in it uses it
+            try:
+                _ByName(io.BytesIO(), None, self._tried).dump(value)
+            except Exception:  # pickling runs code of the user
+                self._tried[id(value)] = False
+        return self._tried[id(value)]
+
+
+class _OfScript:
+    """Is unpickled as a global of the main script."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return of_script, (self._name,)
 
 
 class _Offer:
@@ -64,11 +100,31 @@ class _Offer:
         return offered, self._parts
 
 
+class _Import:
+    """Is unpickled by importing the main script; ``why`` begins the error if that fails."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_script, (self._why,)
+
+
+class _Second:
+    """Is unpickled as the second of two values, after the first."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itemgetter(1), (self._values,)
+
+
 def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> tuple[bytes, list[memoryview]]:
-    """Pickle the functions that build envs, with what they need of the main script; raises whatever pickling raises.
+    """Pickle the functions that build envs, with what they need of the main script.
 
     Unpickled, it is the tuple; ``__main__`` then has the functions and classes of the main script that travelled with
-    it, and entry points of registered envs if they can be pickled.
+    it, and entry points of registered envs if they can be pickled. If that is impossible, the worker imports the script.
 
     Args:
         env_fns: The functions.
@@ -76,17 +132,27 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> tuple
 
     Returns:
         The pickle, and the buffers that ``pickle.loads`` is to be given with it: memory of what was pickled itself.
+
+    Raises:
+        UsageError: A function cannot be pickled, and there is no script to import.
     """
     registered = registered_in_main()
-    try:
-        return _offer(env_fns, registered, least)
-    except Exception:  # code of the user
-        if not registered:
-            raise
-    return _offer(env_fns, {}, least)
+    for names in (registered, {}) if registered else ({},):
+        with contextlib.suppress(Exception):  # pickling runs code of the user
+            return _offer(env_fns, names, least)
+    told = culprit_in(env_fns)
+    if can_be_imported():
+        with contextlib.suppress(Exception):
+            return _dumped(_Second(_Import(told), env_fns), least, lambda *arguments: _ByName(*arguments, {}))
+    raise UsageError(f"{told} {REMEDY}")
 
 
 def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | None) -> tuple[bytes, list[memoryview]]:
+    of_main: dict[str, Any] = {}
+    return _dumped(_Offer(env_fns, registered, of_main), least, lambda *arguments: _ByValue(*arguments, of_main))
+
+
+def _dumped(value: Any, least: int | None, make: Callable[..., Pickler]) -> tuple[bytes, list[memoryview]]:
     file, buffers = io.BytesIO(), list[memoryview]()
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -96,13 +162,5 @@ def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | No
         buffers.append(buffer.raw())
         return False
 
-    pickler = _EnvFnPickler(file, stays_inside)
-    pickler.dump(_Offer(env_fns, registered, pickler.of_main))
+    make(file, stays_inside).dump(value)
     return file.getvalue(), buffers
-
-
-def pickled(value: object) -> bytes:
-    """Pickle ``value`` for a process of this machine. Raises whatever pickling raises: it runs code of the user."""
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-import cloudpickle
 import numpy as np
 
 from multienv.wire.banks import BEGIN
+from multienv.wire.reducers import pickled
 
 T = TypeVar("T")
 
@@ -403,4 +403,4 @@ def dumps(value: Any) -> bytes:
     except Exception:  # pickling runs code of the user
         data = b"__main__"
     # Also "__mp_main__": the main script in a multiprocessing child.
-    return cloudpickle.dumps(value) if b"_main__" in data else data
+    return pickled(value) if b"_main__" in data else data

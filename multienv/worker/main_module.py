@@ -5,7 +5,8 @@ Such names are looked up by ``pickle.load`` of an instance of one of its classes
 
 1. among the functions and classes that travelled with ``env_fn`` (:func:`offered`): the objects that ``env_fn`` uses;
 2. in the script, if it is a file: it is imported under the name ``__mp_main__``, as multiprocessing's ``spawn`` does;
-   once in a process, and only when a name is looked up that the trainer's ``__main__`` had.
+   once in a process, and only when a name is looked up that the trainer's ``__main__`` had, or when what builds the
+   envs could not travel by value (:func:`import_script`).
 
 Else an error names the remedy.
 """
@@ -29,7 +30,11 @@ from multienv.wire.messages import MainScript
 # How the script is called where it is imported: no code below `if __name__ == "__main__":` runs then.
 IMPORTED = "__mp_main__"
 _lock = threading.RLock()
-_NO_FILE = "The main script is no file that could be imported here (a notebook, python -c, standard input)."
+# For what cannot be pickled.
+REMEDY = (
+    "Build what it needs inside the function, or in the env's constructor; or move what uses it to a module, which the "
+    "process imports."
+)
 
 
 # --- in the trainer -------------------------------------------------------------------------------
@@ -46,6 +51,12 @@ def main_script() -> MainScript:
         return MainScript(names=names)
     file = getattr(main, "__file__", None)
     return MainScript(os.path.abspath(file) if isinstance(file, str) else "", module, names)  # noqa: PTH100 - as it is
+
+
+def can_be_imported() -> bool:
+    """Tell whether a worker can import this process's main script."""
+    script = main_script()
+    return bool(script.module) or os.path.isfile(script.path)  # noqa: PTH113 - a string
 
 
 def is_of_main(value: Any) -> bool:
@@ -98,13 +109,26 @@ class MainModule(ModuleType):
         if name in _travelled:
             return _travelled[name]
         with _lock:
-            found = vars(_imported(name)).get(name, _lock)
+            if _importing:
+                raise AttributeError(f"module '__main__' has no attribute {name!r}: it is being imported")
+            found = vars(_imported(_why(name), _remedy(name))).get(name, _lock)
         if found is _lock:
             raise UsageError(
                 f"{_why(name)} Importing {_script.path or _script.module} does not define it: it stands below "
                 f"`if __name__ == '__main__':`, or was defined later. {_remedy(name)}"
             )
         return found
+
+
+def import_script(why: str) -> None:
+    """Import the trainer's main script, if that was not done before; raise UsageError, which begins with ``why``."""
+    with _lock:
+        _imported(f"{why} So the worker imports the script, as multiprocessing's spawn does.", REMEDY)
+
+
+def of_script(name: str) -> Any:
+    """Return what the main script defines by this name."""
+    return getattr(sys.modules["__main__"], name)
 
 
 def stand_in(script: MainScript) -> None:
@@ -133,34 +157,32 @@ _travelled: dict[str, Any] = {}
 _script = MainScript()
 _module: ModuleType | None = None
 _failure = ""  # why it cannot be imported
-_looked_up = ""  # the name that it is being imported for
+_importing = False
 # The interpreter may refer to it without holding it.
 _first = sys.modules.get("__main__")
 
 
-def _imported(name: str) -> ModuleType:
+def _imported(why: str, remedy: str) -> ModuleType:
     """Return the script as a module; import it if that was not done before. Raises UsageError."""
-    global _module, _failure, _looked_up
-    if _looked_up:
-        raise AttributeError(f"module '__main__' has no attribute {name!r}: it is being imported")
-    if not _script.module and not os.path.isfile(_script.path):  # noqa: PTH113 - a string
-        raise UsageError(f"{_why(name)} {_NO_FILE} {_remedy(name)}")
+    global _module, _failure, _importing
     cause: BaseException | None = None
     if _module is None and not _failure:
-        _looked_up = name
+        _importing = True
         try:
             _module = _run_script()
         except (Exception, SystemExit) as error:  # code of the user
-            _failure = f"Importing {_script.path or _script.module} raised {type(error).__name__}: {error}"
+            _failure = f"Importing {_script.path or _script.module} raised {type(error).__name__}: {error}".rstrip(".")
             cause = error
         finally:
-            _looked_up = ""
+            _importing = False
     if _module is None:
-        raise UsageError(f"{_why(name)} {_failure.rstrip('.')}. {_remedy(name)}") from cause
+        raise UsageError(f"{why} {_failure}. {remedy}") from cause
     return _module
 
 
 def _run_script() -> ModuleType:
+    if not _script.module and not os.path.isfile(_script.path):  # noqa: PTH113 - a string
+        raise UsageError("It is no file that could be imported here (a notebook, python -c, standard input)")
     if _script.module:
         content = runpy.run_module(_script.module, run_name=IMPORTED, alter_sys=True)
     else:
