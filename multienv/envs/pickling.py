@@ -1,4 +1,4 @@
-"""Pickle what builds the envs: by value; by name what of the main script cannot travel so, and all that belongs to it."""
+"""Pickle what builds the envs: by value; if that is impossible, what belongs to the main script by name."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
 from multienv.envs.unpicklable import culprit_in
 from multienv.errors import UsageError
+from multienv.wire.messages import workers_import_main
 from multienv.wire.reducers import LruCache, Pickler
 from multienv.worker.main_module import (
     REMEDY,
@@ -24,6 +26,7 @@ from multienv.worker.main_module import (
 )
 
 _BufferCallback = Callable[[pickle.PickleBuffer], bool]
+_Pickled = tuple[bytes, list[memoryview]]
 
 
 class _ByValue(Pickler):
@@ -56,7 +59,7 @@ class _ByName(Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce a value; what has a name in the main script by that name."""
-        if isinstance(value, type | FunctionType | LruCache) and is_of_main(value):
+        if isinstance(value, type | FunctionType | LruCache) and is_of_main(value) and "<" not in value.__qualname__:
             return value.__name__
         reduced = super().reducer_override(value)
         if isinstance(value, FunctionType) and isinstance(reduced, tuple):  # a lambda, or one of a function
@@ -120,11 +123,12 @@ class _Second:
         return itemgetter(1), (self._values,)
 
 
-def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> tuple[bytes, list[memoryview]]:
+def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pickled:
     """Pickle the functions that build envs, with what they need of the main script.
 
     Unpickled, it is the tuple; ``__main__`` then has the functions and classes of the main script that travelled with
-    it, and entry points of registered envs if they can be pickled. If that is impossible, the worker imports the script.
+    it, and entry points of registered envs if they can be pickled. If that is impossible, the worker
+    imports the script.
 
     Args:
         env_fns: The functions.
@@ -136,23 +140,27 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> tuple
     Raises:
         UsageError: A function cannot be pickled, and there is no script to import.
     """
-    registered = registered_in_main()
+    registered, failure = registered_in_main(), None
     for names in (registered, {}) if registered else ({},):
-        with contextlib.suppress(Exception):  # pickling runs code of the user
+        try:
             return _offer(env_fns, names, least)
+        except Exception as error:  # pickling runs code of the user
+            failure = error
     told = culprit_in(env_fns)
     if can_be_imported():
         with contextlib.suppress(Exception):
-            return _dumped(_Second(_Import(told), env_fns), least, lambda *arguments: _ByName(*arguments, {}))
-    raise UsageError(f"{told} {REMEDY}")
+            data = _dumped(_Second(_Import(told), env_fns), least, partial(_ByName, tried={}))
+            workers_import_main()
+            return data
+    raise UsageError(f"{told} {REMEDY}") from failure
 
 
-def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | None) -> tuple[bytes, list[memoryview]]:
+def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | None) -> _Pickled:
     of_main: dict[str, Any] = {}
-    return _dumped(_Offer(env_fns, registered, of_main), least, lambda *arguments: _ByValue(*arguments, of_main))
+    return _dumped(_Offer(env_fns, registered, of_main), least, partial(_ByValue, of_main=of_main))
 
 
-def _dumped(value: Any, least: int | None, make: Callable[..., Pickler]) -> tuple[bytes, list[memoryview]]:
+def _dumped(value: Any, least: int | None, make: Callable[[io.BytesIO, _BufferCallback], Pickler]) -> _Pickled:
     file, buffers = io.BytesIO(), list[memoryview]()
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:

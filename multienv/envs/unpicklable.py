@@ -19,6 +19,7 @@ class _Tracer(Pickler):
         self.seen: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
+        """Note a value."""
         self.seen.append(value)
         return super().reducer_override(value)
 
@@ -42,9 +43,9 @@ def _used(seen: list[Any]) -> str:
     culprit = wanted = seen[-1] if seen else None
     told = ""
     for user in reversed(seen[:-1]):
-        what = next((what for what, part in _parts(user) if _holds(part, wanted)), "")
+        what, part = next(((what, part) for what, part in _parts(user) if _holds(part, wanted)), ("", None))
         if what:
-            verb = "is" if wanted is culprit else "holds"
+            verb = "is" if part is culprit else "holds"
             found = f"{what[0].upper()}{what[1:]} {verb} a {type(culprit).__module__}.{type(culprit).__qualname__}."
             told, wanted = told or found, user
             if isinstance(user, type | FunctionType):

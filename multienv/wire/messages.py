@@ -401,6 +401,15 @@ def dumps(value: Any) -> bytes:
     try:
         data = pickle.dumps(value, protocol=5)
     except Exception:  # pickling runs code of the user
-        data = b"__main__"
+        return pickled(value)
     # Also "__mp_main__": the main script in a multiprocessing child.
-    return pickled(value) if b"_main__" in data else data
+    return pickled(value) if b"_main__" in data and not _workers_import_main else data
+
+
+_workers_import_main = False
+
+
+def workers_import_main() -> None:
+    """From now on, pickle what the main script defines by its name: workers of this process import the script."""
+    global _workers_import_main
+    _workers_import_main = True

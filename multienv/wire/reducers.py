@@ -15,8 +15,11 @@ import typing
 import weakref
 from collections import ChainMap
 from collections.abc import Callable
+from enum import Enum
 from functools import cached_property, lru_cache, reduce
-from types import CodeType, MemberDescriptorType
+from inspect import signature
+from pickle import PicklingError
+from types import CodeType, MemberDescriptorType, MethodType
 from typing import Any, ClassVar, TypedDict
 
 import cloudpickle
@@ -39,7 +42,7 @@ def _has_a_name(value: Any) -> bool:
     if value.__module__ in ("__main__", "__mp_main__") or module is None:
         return False
     try:
-        return reduce(getattr, value.__qualname__.split("."), module) is value  # type: ignore[arg-type]
+        return reduce(getattr, value.__qualname__.split("."), module) is value
     except AttributeError:
         return False
 
@@ -109,6 +112,11 @@ def _by_value(value: Any, reduced: _Reduced) -> _Reduced:
     """Correct what cloudpickle makes of a class: builder, arguments, (attributes, …), None, None, what sets them."""
     build, arguments, state, *_, finish = reduced
     attributes = state[0]
+    hook = super(value, value).__init_subclass__
+    if isinstance(hook, MethodType) and any(
+        one.kind is one.KEYWORD_ONLY and one.default is one.empty for one in signature(hook).parameters.values()
+    ):
+        raise PicklingError(f"class {value.__qualname__} has keyword arguments, which a class does not keep")
     if value.__bases__ == (dict,) and type(value).__name__ == "_TypedDictMeta":
         return _typed_dict, (value.__name__,), *reduced[2:]
     if isinstance(value, _Records):
@@ -149,27 +157,26 @@ def _function_type(make: Any, result: Any, arguments: tuple[Any, ...], use_errno
 
 
 def _library(value: Any) -> _Reduced:
-    """Open the library again: by its file, as it lies now, or by the name by which the loader found it."""
+    """Open the library again, by its file or by the name by which the loader found it; its mode is not known."""
     own = ("_name", "_handle", "_FuncPtr")
     name = value._name
-    if isinstance(name, str) and os.path.exists(name):  # noqa: PTH110 - a string
+    if name and os.sep in name:
         name = os.path.abspath(name)  # noqa: PTH100 - as it is
-    flags = value._FuncPtr._flags_
-    used = {name: one for name, one in vars(value).items() if name not in own}
-    return _opened, (type(value), name, bool(flags & _USES_ERRNO)), used
+    used = {attribute: one for attribute, one in vars(value).items() if attribute not in own}
+    return _opened, (type(value), name, bool(value._FuncPtr._flags_ & _USES_ERRNO)), used
 
 
 def _opened(kind: Any, name: str | None, use_errno: bool) -> Any:
     return kind(name, use_errno=use_errno)
 
 
-def _function(value: Any) -> Any:
+def _function(pointer: Any) -> Any:
     """Look a function of a library up again, and declare it; of other pointers nobody can tell what they point to."""
-    library = (value._objects or {}).get("0")
-    if not isinstance(library, ctypes.CDLL) or type(value) is not library._FuncPtr:
+    library = (pointer._objects or {}).get("0")
+    if not isinstance(library, ctypes.CDLL) or type(pointer) is not library._FuncPtr:
         return NotImplemented
-    prototype = value.restype, value.argtypes, value.errcheck
-    return operator.getitem, (library, value.__name__), prototype, None, None, _declare
+    prototype = pointer.restype, pointer.argtypes, pointer.errcheck
+    return operator.getitem, (library, vars(pointer)["__name__"]), prototype, None, None, _declare
 
 
 def _declare(function: Any, prototype: tuple[Any, Any, Any]) -> None:
@@ -205,8 +212,8 @@ class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
             return super().reducer_override(value)
         found = None if _has_a_name(value) else _ctypes_class(value)
         reduced = found or super().reducer_override(value)
-        is_class = found is None and isinstance(reduced, tuple) and len(reduced) == 6 and value.__bases__
-        return _by_value(value, reduced) if is_class and "Enum" not in reduced[0].__name__ else reduced
+        is_by_value = found is None and isinstance(reduced, tuple) and len(reduced) == 6
+        return _by_value(value, reduced) if is_by_value and not issubclass(value, Enum) else reduced
 
 
 def pickled(value: object, buffer_callback: Callable[..., Any] | None = None) -> bytes:

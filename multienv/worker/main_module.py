@@ -30,6 +30,7 @@ from multienv.wire.messages import MainScript
 # How the script is called where it is imported: no code below `if __name__ == "__main__":` runs then.
 IMPORTED = "__mp_main__"
 _lock = threading.RLock()
+_NO_FILE = "The main script is no file that could be imported here (a notebook, python -c, standard input)."
 # For what cannot be pickled.
 REMEDY = (
     "Build what it needs inside the function, or in the env's constructor; or move what uses it to a module, which the "
@@ -165,6 +166,8 @@ _first = sys.modules.get("__main__")
 def _imported(why: str, remedy: str) -> ModuleType:
     """Return the script as a module; import it if that was not done before. Raises UsageError."""
     global _module, _failure, _importing
+    if not _script.module and not os.path.isfile(_script.path):  # noqa: PTH113 - a string
+        raise UsageError(f"{why} {_NO_FILE} {remedy}")
     cause: BaseException | None = None
     if _module is None and not _failure:
         _importing = True
@@ -181,8 +184,6 @@ def _imported(why: str, remedy: str) -> ModuleType:
 
 
 def _run_script() -> ModuleType:
-    if not _script.module and not os.path.isfile(_script.path):  # noqa: PTH113 - a string
-        raise UsageError("It is no file that could be imported here (a notebook, python -c, standard input)")
     if _script.module:
         content = runpy.run_module(_script.module, run_name=IMPORTED, alter_sys=True)
     else:

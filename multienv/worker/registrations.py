@@ -28,7 +28,7 @@ def register(specs: bytes) -> None:
     """Register the specs of the trainer whose ids are not known here.
 
     The packages of their entry points are imported first: as a rule they register their envs themselves. So does the
-    main script, which is imported if it has registered a spec that cannot be pickled; raises UsageError if it cannot be.
+    main script: it is imported if a spec could not be sent. Raises UsageError if that is impossible.
     """
     sent: list[EnvSpec | str] = cloudpickle.loads(specs)
     unsent = ", ".join(one for one in sent if isinstance(one, str) and one not in gymnasium.registry)
