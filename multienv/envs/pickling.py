@@ -14,7 +14,7 @@ from typing import Any
 from multienv.envs.unpicklable import culprit_in
 from multienv.errors import UsageError
 from multienv.wire.messages import workers_import_main
-from multienv.wire.reducers import LruCache, Pickler
+from multienv.wire.reducers import LruCache, PickledCall, Pickler
 from multienv.worker.main_module import (
     REMEDY,
     can_be_imported,
@@ -64,7 +64,9 @@ class _ByName(Pickler):
         reduced = super().reducer_override(value)
         if isinstance(value, FunctionType) and isinstance(reduced, tuple):  # a lambda, or one of a function
             used = reduced[2][1]["__globals__"]
-            used.update({name: _OfScript(name) for name, one in used.items() if not self._can_be_pickled(one)})
+            used.update(
+                {name: PickledCall(of_script, name) for name, one in used.items() if not self._can_be_pickled(one)}
+            )
         return reduced
 
     def _can_be_pickled(self, value: Any) -> bool:
@@ -75,52 +77,6 @@ class _ByName(Pickler):
             except Exception:  # pickling runs code of the user
                 self._tried[id(value)] = False
         return self._tried[id(value)]
-
-
-class _OfScript:
-    """Is unpickled as a global of the main script."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return of_script, (self._name,)
-
-
-class _Offer:
-    """Is unpickled as ``env_fns``; puts what it notes of the main script into ``__main__`` there.
-
-    Args:
-        env_fns: What travels.
-        registered: Entry points of registered envs, by name; they travel too.
-        of_main: Filled while these two are pickled.
-    """
-
-    def __init__(self, env_fns: tuple[Any, ...], registered: dict[str, Any], of_main: dict[str, Any]) -> None:
-        self._parts = env_fns, registered, of_main
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return offered, self._parts
-
-
-class _Import:
-    """Is unpickled by importing the main script; ``why`` begins the error if that fails."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return import_script, (self._why,)
-
-
-class _Second:
-    """Is unpickled as the second of two values, after the first."""
-
-    def __init__(self, *values: Any) -> None:
-        self._values = values
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return itemgetter(1), (self._values,)
 
 
 def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pickled:
@@ -148,16 +104,17 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
             failure = error
     told = culprit_in(env_fns)
     if can_be_imported():
+        imported = PickledCall(import_script, told)
         with contextlib.suppress(Exception):
-            data = _dumped(_Second(_Import(told), env_fns), least, partial(_ByName, tried={}))
+            data = _dumped(PickledCall(itemgetter(1), (imported, env_fns)), least, partial(_ByName, tried={}))
             workers_import_main()
             return data
     raise UsageError(f"{told} {REMEDY}") from failure
 
 
 def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | None) -> _Pickled:
-    of_main: dict[str, Any] = {}
-    return _dumped(_Offer(env_fns, registered, of_main), least, partial(_ByValue, of_main=of_main))
+    of_main: dict[str, Any] = {}  # filled while what comes before it is pickled
+    return _dumped(PickledCall(offered, env_fns, registered, of_main), least, partial(_ByValue, of_main=of_main))
 
 
 def _dumped(value: Any, least: int | None, make: Callable[[io.BytesIO, _BufferCallback], Pickler]) -> _Pickled:

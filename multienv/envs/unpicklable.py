@@ -43,10 +43,9 @@ def _used(seen: list[Any]) -> str:
     culprit = wanted = seen[-1] if seen else None
     told = ""
     for user in reversed(seen[:-1]):
-        what, part = next(((what, part) for what, part in _parts(user) if _holds(part, wanted)), ("", None))
+        what = next((what for what, part in _parts(user) if _holds(part, wanted)), "")
         if what:
-            verb = "is" if part is culprit else "holds"
-            found = f"{what[0].upper()}{what[1:]} {verb} a {type(culprit).__module__}.{type(culprit).__qualname__}."
+            found = f"A {type(culprit).__module__}.{type(culprit).__qualname__} is in {what}."
             told, wanted = told or found, user
             if isinstance(user, type | FunctionType):
                 return found
@@ -62,34 +61,28 @@ def _holds(part: Any, wanted: Any) -> bool:
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what is pickled with a value, each part with a text that says what it is."""
     if isinstance(value, partial):
-        yield from ((f"an argument of partial({_name(value.func)})", part) for part in value.args)
-        yield from (
-            (f"the argument {name} of partial({_name(value.func)})", part) for name, part in value.keywords.items()
-        )
+        yield f"the arguments of partial({_name(value.func)})", (value.args, value.keywords)
     elif isinstance(value, MethodType):
         yield f"the object of {_name(value)}()", value.__self__
     elif isinstance(value, FunctionType):
         yield from _parts_of_function(value)
-    elif isinstance(value, type):
-        yield from ((f"the attribute {name} of class {_name(value)}", part) for name, part in vars(value).items())
     else:
+        owner = f"class {_name(value)}" if isinstance(value, type) else f"a {_name(type(value))}"
         attributes = getattr(value, "__dict__", {})
-        yield from ((f"the attribute {name} of a {_name(type(value))}", part) for name, part in attributes.items())
+        yield from ((f"the attribute {name} of {owner}", part) for name, part in attributes.items())
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     user = f"{function.__qualname__}() ({code.co_filename}:{code.co_firstlineno})"
-    for name in sorted(_names_in(code)):
-        if name in function.__globals__:
-            yield f"the global {name}, which {user} uses,", function.__globals__[name]
+    for name in sorted(_names_in(code) & function.__globals__.keys()):
+        yield f"the global {name}, which {user} uses", function.__globals__[name]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield f"the variable {name}, which {user} has captured,", cell.cell_contents
+            yield f"the variable {name}, which {user} has captured", cell.cell_contents
         except ValueError:  # it has no value yet
             continue
-    for part in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield f"a default value of {user}", part
+    yield f"the default values of {user}", (function.__defaults__, function.__kwdefaults__)
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -16,7 +16,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable
 from enum import Enum
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache, partial, reduce
 from inspect import signature
 from pickle import PicklingError
 from types import CodeType, MemberDescriptorType, MethodType
@@ -31,7 +31,8 @@ _Pointer, _Array = type(ctypes.POINTER(ctypes.c_int)), type(ctypes.c_int * 1)
 _Records = type(ctypes.Structure), type(ctypes.Union)
 # ctypes does not export the types of its types: each is found as that of one of them.
 _KINDS = {type(one): one for one in (ctypes.c_int, ctypes.Structure, ctypes.Union, _FunctionPointer)}
-_USES_ERRNO, _OF_PYTHON = 8, 4  # flags of a type of functions: FUNCFLAG_USE_ERRNO, FUNCFLAG_PYTHONAPI
+# Attributes that a class makes of its slots and fields.
+_MADE = MemberDescriptorType, type(vars(type("_", (ctypes.Structure,), {"_fields_": [("x", ctypes.c_int)]}))["x"])
 # Each must be set before _fields_, which can be set once: from then on the size is known.
 _LAYOUT = ("_pack_", "_align_", "_layout_", "_anonymous_", "_fields_")
 
@@ -89,14 +90,14 @@ def _typed_dict(name: str) -> Any:
     return TypedDict(name, {})  # type: ignore[operator]
 
 
-class _Laid:
-    """Is pickled as a call that sets the layout of a ctypes class, before anything is unpickled that needs its size."""
+class PickledCall:
+    """Is pickled as a call of a function with some arguments: unpickled, it is what the function returns."""
 
-    def __init__(self, record: Any, layout: dict[str, Any]) -> None:
-        self._parts = record, layout
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._parts = function, arguments
 
     def __reduce__(self) -> _Reduced:
-        return _lay_out, self._parts
+        return self._parts
 
 
 def _lay_out(record: Any, layout: dict[str, Any]) -> None:
@@ -104,31 +105,26 @@ def _lay_out(record: Any, layout: dict[str, Any]) -> None:
         setattr(record, name, value)
 
 
-def _set_rest(record: Any, rest: tuple[None, Callable[..., Any], Any]) -> None:
-    rest[1](record, rest[2])
+def _set_rest(record: Any, state: tuple[None, Callable[..., Any], Any]) -> None:
+    state[1](record, state[2])
 
 
 def _by_value(value: Any, reduced: _Reduced) -> _Reduced:
     """Correct what cloudpickle makes of a class: builder, arguments, (attributes, …), None, None, what sets them."""
-    build, arguments, state, *_, finish = reduced
-    attributes = state[0]
+    build, arguments, (attributes, *others), *_, finish = reduced
     hook = super(value, value).__init_subclass__
-    if isinstance(hook, MethodType) and any(
-        one.kind is one.KEYWORD_ONLY and one.default is one.empty for one in signature(hook).parameters.values()
-    ):
-        raise PicklingError(f"class {value.__qualname__} has keyword arguments, which a class does not keep")
+    parameters = signature(hook).parameters.values() if isinstance(hook, MethodType) else ()
+    if any(one.kind is one.KEYWORD_ONLY and one.default is one.empty for one in parameters):
+        raise PicklingError(f"class {value.__qualname__} was made with arguments that nobody keeps")
     if value.__bases__ == (dict,) and type(value).__name__ == "_TypedDictMeta":
         return _typed_dict, (value.__name__,), *reduced[2:]
-    if isinstance(value, _Records):
-        layout = {name: attributes.pop(name) for name in _LAYOUT if name in attributes}
-        fields = {name for name, one in attributes.items() if type(one).__name__ == "CField"}
-        rest = {name: one for name, one in attributes.items() if name not in fields}
-        return build, arguments, (_Laid(value, layout), finish, (rest, *state[1:])), None, None, _set_rest
     if "__slots__" in attributes and not hasattr(value, "_fields"):  # a NamedTuple's cannot be given
         arguments[3]["__slots__"] = value.__slots__  # else its instances have a __dict__ there, and none here
-        rest = {name: one for name, one in attributes.items() if not isinstance(one, MemberDescriptorType)}
-        return build, arguments, (rest, *state[1:]), None, None, finish
-    return reduced
+    layout = {name: attributes.pop(name) for name in _LAYOUT if name in attributes and isinstance(value, _Records)}
+    state: _Reduced = ({name: one for name, one in attributes.items() if not isinstance(one, _MADE)}, *others)
+    if layout:  # set before anything is unpickled that needs its size
+        state, finish = (PickledCall(_lay_out, value, layout), finish, state), _set_rest
+    return build, arguments, state, None, None, finish
 
 
 # --- ctypes -------------------------------------------------------------------------------------
@@ -146,14 +142,13 @@ def _ctypes_class(value: Any) -> _Reduced | None:
         return ctypes.POINTER, (value._type_,)
     if kind is _Array and value._type_ * value._length_ is value:
         return operator.mul, (value._type_, value._length_)
-    if kind is _FunctionType and value.__qualname__ in ("CFUNCTYPE.<locals>.CFunctionType", "CFunctionType"):
-        make = ctypes.PYFUNCTYPE if value._flags_ & _OF_PYTHON else ctypes.CFUNCTYPE
-        return _function_type, (make, value._restype_, value._argtypes_, bool(value._flags_ & _USES_ERRNO))
+    if kind is _FunctionType and value.__qualname__.startswith("CFUNCTYPE."):
+        return partial(ctypes.CFUNCTYPE, use_errno=_uses_errno(value)), (value._restype_, *value._argtypes_)
     return None
 
 
-def _function_type(make: Any, result: Any, arguments: tuple[Any, ...], use_errno: bool) -> Any:
-    return make(result, *arguments, use_errno=use_errno) if use_errno else make(result, *arguments)
+def _uses_errno(functions: Any) -> bool:
+    return bool(functions._flags_ & 8)  # FUNCFLAG_USE_ERRNO
 
 
 def _library(value: Any) -> _Reduced:
@@ -163,11 +158,8 @@ def _library(value: Any) -> _Reduced:
     if name and os.sep in name:
         name = os.path.abspath(name)  # noqa: PTH100 - as it is
     used = {attribute: one for attribute, one in vars(value).items() if attribute not in own}
-    return _opened, (type(value), name, bool(value._FuncPtr._flags_ & _USES_ERRNO)), used
-
-
-def _opened(kind: Any, name: str | None, use_errno: bool) -> Any:
-    return kind(name, use_errno=use_errno)
+    kind: Callable[..., Any] = type(value)
+    return partial(kind, use_errno=_uses_errno(value._FuncPtr)), (name,), used
 
 
 def _function(pointer: Any) -> Any:

@@ -217,7 +217,7 @@ class Locking(Env):
 
 def names_the_lock(told: str, file: str) -> bool:
     line = line_of("def guarded():", UNPICKLABLE)
-    return f"The global LOCK, which guarded() ({file}:{line}) uses, is a _thread.lock." in told
+    return f"A _thread.lock is in the global LOCK, which guarded() ({file}:{line}) uses." in told
 
 
 def test_global_that_cannot_be_pickled_is_named_with_the_function_that_uses_it(tmp_path: Path) -> None:
