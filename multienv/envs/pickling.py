@@ -20,6 +20,7 @@ from multienv.worker.main_module import (
     can_be_imported,
     import_script,
     is_of_main,
+    main_script,
     of_script,
     offered,
     registered_in_main,
@@ -103,8 +104,9 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
         except Exception as error:  # pickling runs code of the user
             failure = error
     told = culprit_in(env_fns)
-    if can_be_imported():
-        imported = PickledCall(import_script, told)
+    script = main_script()
+    if can_be_imported(script):
+        imported = PickledCall(import_script, told, script)
         with contextlib.suppress(Exception):
             data = _dumped(PickledCall(itemgetter(1), (imported, env_fns)), least, partial(_ByName, tried={}))
             workers_import_main()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import io
 import operator
-import os
 import struct
 import sys
 import typing
@@ -152,14 +151,11 @@ def _uses_errno(functions: Any) -> bool:
 
 
 def _library(value: Any) -> _Reduced:
-    """Open the library again, by its file or by the name by which the loader found it; its mode is not known."""
+    """Open the library again by its path, in the same working directory, or by its name; its mode is not known."""
     own = ("_name", "_handle", "_FuncPtr")
-    name = value._name
-    if name and os.sep in name:
-        name = os.path.abspath(name)  # noqa: PTH100 - as it is
-    used = {attribute: one for attribute, one in vars(value).items() if attribute not in own}
+    used = {name: one for name, one in vars(value).items() if name not in own}
     kind: Callable[..., Any] = type(value)
-    return partial(kind, use_errno=_uses_errno(value._FuncPtr)), (name,), used
+    return partial(kind, use_errno=_uses_errno(value._FuncPtr)), (value._name,), used
 
 
 def _function(pointer: Any) -> Any:

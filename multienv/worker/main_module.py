@@ -54,9 +54,8 @@ def main_script() -> MainScript:
     return MainScript(os.path.abspath(file) if isinstance(file, str) else "", module, names)  # noqa: PTH100 - as it is
 
 
-def can_be_imported() -> bool:
-    """Tell whether a worker can import this process's main script."""
-    script = main_script()
+def can_be_imported(script: MainScript) -> bool:
+    """Tell whether this process can import a main script."""
     return bool(script.module) or os.path.isfile(script.path)  # noqa: PTH113 - a string
 
 
@@ -121,10 +120,17 @@ class MainModule(ModuleType):
         return found
 
 
-def import_script(why: str) -> None:
-    """Import the trainer's main script, if that was not done before; raise UsageError, which begins with ``why``."""
+def import_script(why: str, script: MainScript | None = None) -> None:
+    """Import the trainer's main script, if that was not done before; raise UsageError, which begins with ``why``.
+
+    Args:
+        why: Why it must be imported.
+        script: What it is, if this may be no worker: a crash report is replayed.
+    """
+    if script is not None and not isinstance(sys.modules.get("__main__"), MainModule):
+        stand_in(script)
     with _lock:
-        _imported(f"{why} So the worker imports the script, as multiprocessing's spawn does.", REMEDY)
+        _imported(f"{why} So the script is imported, as by multiprocessing's spawn.", REMEDY)
 
 
 def of_script(name: str) -> Any:
@@ -166,7 +172,7 @@ _first = sys.modules.get("__main__")
 def _imported(why: str, remedy: str) -> ModuleType:
     """Return the script as a module; import it if that was not done before. Raises UsageError."""
     global _module, _failure, _importing
-    if not _script.module and not os.path.isfile(_script.path):  # noqa: PTH113 - a string
+    if not can_be_imported(_script):
         raise UsageError(f"{why} {_NO_FILE} {remedy}")
     cause: BaseException | None = None
     if _module is None and not _failure:

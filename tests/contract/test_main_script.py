@@ -251,6 +251,23 @@ class Asked(Locking):
     assert succeeds(script, tmp_path) == ["running as __mp_main__", "True True"]
 
 
+def test_report_of_an_env_that_needs_its_script_is_replayed(tmp_path: Path, reports: Path) -> None:
+    script = f"""{UNPICKLABLE}
+{GUARD}with SubprocessEnv(lambda: Locking()) as env:
+        env.reset(seed=0)
+        env.step(1)
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        env.step(1)
+"""
+    succeeds(script, tmp_path)
+    (report,) = reports.glob("*.json")
+    arguments = [sys.executable, "-m", "multienv", "replay", str(report)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert "running as __mp_main__" in done.stdout
+    assert "match the recorded" in done.stdout, done.stdout + done.stderr
+
+
 def test_missing_guard_is_told_with_its_line_where_the_script_must_be_imported(tmp_path: Path) -> None:
     script = f"{UNPICKLABLE}\nSubprocessVectorEnv([lambda: Locking()])\n"
     done = ran(script, tmp_path)
