@@ -1146,8 +1146,8 @@ MUTANTS = [
         "A registered class that cannot be pickled is unknown in a worker.",
         9,
         "worker/registrations.py",
-        "    if unsent:\n",
-        "    if False:\n",
+        "            if not unsent:\n",
+        "            if True:\n",
         SCRIPTS,
     ),
     Mutant(
