@@ -111,7 +111,7 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
             data = _dumped(PickledCall(itemgetter(1), (imported, env_fns)), least, partial(_ByName, tried={}))
             workers_import_main()
             return data
-    raise UsageError(f"{told} {REMEDY}") from failure
+    raise UsageError(f"{told} {REMEDY.capitalize()}") from failure
 
 
 def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | None) -> _Pickled:

@@ -33,7 +33,7 @@ _lock = threading.RLock()
 _NO_FILE = "The main script is no file that could be imported here (a notebook, python -c, standard input)."
 # For what cannot be pickled.
 REMEDY = (
-    "Build what it needs inside the function, or in the env's constructor; or move what uses it to a module, which the "
+    "build what it needs inside the function, or in the env's constructor; or move what uses it to a module, which the "
     "process imports."
 )
 
@@ -96,8 +96,20 @@ def offered(env_fns: Any, registered: Mapping[str, Any], names: Mapping[str, Any
     return env_fns
 
 
+class _Names(dict[str, Any]):
+    """Is ``vars(__main__)`` in a worker, where ``typing.get_type_hints`` looks names up."""
+
+    def __missing__(self, name: str) -> Any:
+        try:
+            return of_script(name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+
 class MainModule(ModuleType):
     """Is ``__main__`` in a worker: names that did not travel are looked up in the script itself."""
+
+    __dict__ = property(lambda _: _Names(_travelled))
 
     def __getattr__(self, name: str) -> Any:
         """Return what the script defines by this name. Raises AttributeError, and UsageError if that cannot be had."""
@@ -130,7 +142,7 @@ def import_script(why: str, script: MainScript | None = None) -> None:
     if script is not None and not isinstance(sys.modules.get("__main__"), MainModule):
         stand_in(script)
     with _lock:
-        _imported(f"{why} So the script is imported, as by multiprocessing's spawn.", REMEDY)
+        _imported(f"{why} So the script is imported, as by multiprocessing's spawn.", f"Or {REMEDY}")
 
 
 def of_script(name: str) -> Any:

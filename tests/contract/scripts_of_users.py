@@ -238,6 +238,15 @@ class Env(SmallEnv):
         LOG.info("hello")
         return len(WORD.findall("a b")) + HEAD.unpack(HEAD.pack(1, 2.0))[1] + TABLE["a"] + GET([1]) + CHAIN["a"] + 0 * RNG.random()
 """,
+    "type hints": """
+import typing
+class Config:
+    side: "Side"
+class Side:
+    x = 3
+class Env(SmallEnv):
+    def value(self, a): return (typing.get_type_hints(Config)["side"] is Side) + Side.x
+""",
     "weak references": """
 import weakref
 class Thing: pass
@@ -421,6 +430,15 @@ class Env(SmallEnv):
         with LOCK: return a
 gymnasium.register("ByClass-v0", entry_point=Env)
 def make(): return gymnasium.make("ByClass-v0", disable_env_checker=True)
+""",
+    "type hints of what does not travel": """
+import typing
+class Side:
+    x = 3
+class Config:
+    side: "Side"
+class Env(SmallEnv):
+    def value(self, a): return typing.get_type_hints(Config)["side"].x + a
 """,
     "class made with arguments": """
 class Need:
