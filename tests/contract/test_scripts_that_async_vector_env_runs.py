@@ -91,5 +91,4 @@ def test_whatever_runs_under_async_vector_env_runs_here(folder: Path) -> None:
         if shown == expected:
             assert shown_by(script, folder)[name] == (shown, expected), name
             runs.append(name)
-    assert "registered class that cannot travel" in runs
-    assert len(runs) >= 8
+    assert {"caches", "type hints", "registered class that cannot travel"} <= set(runs)

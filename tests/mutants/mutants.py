@@ -1151,6 +1151,14 @@ MUTANTS = [
         SCRIPTS,
     ),
     Mutant(
+        "Type hints of the main script are not resolved in a worker.",
+        9,
+        "worker/main_module.py",
+        "    __dict__ = property(lambda _: _Names(_travelled))\n",
+        "",
+        SCRIPTS,
+    ),
+    Mutant(
         "A report of an env that needs its script cannot be replayed.",
         9,
         "worker/main_module.py",
