@@ -21,6 +21,7 @@ from multienv.worker.main_module import (
     import_script,
     is_of_main,
     main_script,
+    names_here,
     of_script,
     offered,
     registered_in_main,
@@ -63,7 +64,7 @@ class _ByName(Pickler):
         if isinstance(value, type | FunctionType | LruCache) and is_of_main(value) and "<" not in value.__qualname__:
             return value.__name__
         reduced = super().reducer_override(value)
-        if isinstance(value, FunctionType) and isinstance(reduced, tuple):  # a lambda, or one of a function
+        if isinstance(value, FunctionType) and value.__globals__ is names_here():  # a lambda, or one of a function
             used = reduced[2][1]["__globals__"]
             used.update(
                 {name: PickledCall(of_script, name) for name, one in used.items() if not self._can_be_pickled(one)}

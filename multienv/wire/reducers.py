@@ -117,7 +117,7 @@ def _by_value(value: Any, reduced: _Reduced) -> _Reduced:
         raise PicklingError(f"class {value.__qualname__} was made with arguments that nobody keeps")
     if value.__bases__ == (dict,) and type(value).__name__ == "_TypedDictMeta":
         return _typed_dict, (value.__name__,), *reduced[2:]
-    if "__slots__" in attributes and not hasattr(value, "_fields"):  # a NamedTuple's cannot be given
+    if "__slots__" in attributes and not issubclass(value, tuple):  # a NamedTuple's cannot be given
         arguments[3]["__slots__"] = value.__slots__  # else its instances have a __dict__ there, and none here
     layout = {name: attributes.pop(name) for name in _LAYOUT if name in attributes and isinstance(value, _Records)}
     state: _Reduced = ({name: one for name, one in attributes.items() if not isinstance(one, _MADE)}, *others)
@@ -137,7 +137,7 @@ def _ctypes_class(value: Any) -> _Reduced | None:
     native = vars(ctypes).get(value.__qualname__)
     if getattr(native, "__ctype_be__", None) is value:  # in the other order of bytes
         return getattr, (native, "__ctype_be__")
-    if kind is _Pointer and vars(ctypes).get("_pointer_type_cache", {}).get(value._type_) is value:
+    if kind is _Pointer and ctypes.POINTER(value._type_) is value:
         return ctypes.POINTER, (value._type_,)
     if kind is _Array and value._type_ * value._length_ is value:
         return operator.mul, (value._type_, value._length_)
@@ -204,8 +204,8 @@ class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         return _by_value(value, reduced) if is_by_value and not issubclass(value, Enum) else reduced
 
 
-def pickled(value: object, buffer_callback: Callable[..., Any] | None = None) -> bytes:
+def pickled(value: object) -> bytes:
     """Pickle ``value`` for a process of this machine. Raises whatever pickling raises: it runs code of the user."""
     file = io.BytesIO()
-    Pickler(file, buffer_callback=buffer_callback).dump(value)
+    Pickler(file).dump(value)
     return file.getvalue()

@@ -63,18 +63,19 @@ def is_of_main(value: Any) -> bool:
     """Tell whether this is a function or class that is found in this process's main script under its own name."""
     if getattr(value, "__module__", None) not in ("__main__", IMPORTED):
         return False
-    return _names_here().get(value.__name__) is value
+    return names_here().get(value.__name__) is value
 
 
 def registered_in_main() -> dict[str, Any]:
     """Return what registered envs of this process have as entry point ``"__main__:name"``, by name."""
-    main = _names_here()
+    main = names_here()
     points = [spec.entry_point for spec in gymnasium.registry.values()]
     names = [point[9:] for point in points if isinstance(point, str) and point.startswith("__main__:")]
     return {name: main[name] for name in names if name in main}
 
 
-def _names_here() -> dict[str, Any]:
+def names_here() -> dict[str, Any]:
+    """Return what this process's main script has by name; in a worker, what travelled of the trainer's."""
     main = sys.modules.get("__main__")
     return _travelled if main is None or isinstance(main, MainModule) else vars(main)
 
@@ -90,7 +91,7 @@ def offered(env_fns: Any, registered: Mapping[str, Any], names: Mapping[str, Any
         registered: Entry points of registered envs, by name.
         names: Functions and classes of the trainer's main script, by name.
     """
-    here = _names_here()
+    here = names_here()
     for name, value in {**registered, **names}.items():
         here.setdefault(name, value)
     return env_fns
