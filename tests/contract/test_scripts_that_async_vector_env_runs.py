@@ -91,4 +91,4 @@ def test_whatever_runs_under_async_vector_env_runs_here(folder: Path) -> None:
         if shown == expected:
             assert shown_by(script, folder)[name] == (shown, expected), name
             runs.append(name)
-    assert {"caches", "type hints", "registered class that cannot travel"} <= set(runs)
+    assert {"caches", "type hints of what does not travel", "registered class that cannot travel"} <= set(runs)
