@@ -20,9 +20,8 @@ from gymnasium.vector import AutoresetMode
 from multienv import interrupts
 from multienv.config import Deadlines, RestartPolicy, integer
 from multienv.cores import busy_cores
-from multienv.envs.pickling import pickled, pickled_env_fns
+from multienv.envs.pickling import pickled_env_fns
 from multienv.envs.process_seeds import ProcessSeeds, seeds_of_trainer
-from multienv.envs.unpicklable import culprit_in
 from multienv.errors import UsageError
 from multienv.events import Hook
 from multienv.processes.channel import Channel
@@ -412,16 +411,7 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
     main = sys.modules.get("__mp_main__")
     if main is not None and main.__name__ == "__mp_main__":
         cloudpickle.register_pickle_by_value(main)
-    try:
-        data, buffers = pickled_env_fns(env_fns, LARGE if shares else None)
-    except Exception as error:  # pickling runs code of the user
-        env_fn = next((one for one in env_fns if not _can_be_pickled(one)), env_fns)
-        why = culprit_in(env_fn, _can_be_pickled)
-        raise UsageError(
-            f"env_fn {env_fn!r:.100} cannot be sent to a process: {type(error).__name__}: {str(error).rstrip('.')}. "
-            f"{why[:1].upper() + why[1:]}{'. ' if why else ''}Build what it needs inside the function, or in the env's "
-            "constructor; or move what uses it to a module, which the process imports."
-        ) from error
+    data, buffers = pickled_env_fns(env_fns, LARGE if shares else None)
     if not shares or (len(data) < LARGE and not buffers):
         return data
     try:  # uninterrupted, because a descriptor is made there
@@ -430,14 +420,6 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
         if error.errno is None:  # a signal handler's
             raise
         raise limit_error(error) from None
-
-
-def _can_be_pickled(value: Any) -> bool:
-    try:
-        pickled(value)
-    except Exception:  # as above
-        return False
-    return True
 
 
 # --- checks -----------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from multienv.config import integer
-from multienv.envs.pickling import pickled
 from multienv.errors import EnvError, UsageError
 from multienv.recovery.rollouts import RolloutReply
 from multienv.wire.messages import Rollout
+from multienv.wire.reducers import pickled
 
 Array = np.ndarray[Any, Any]
 # Observations → actions, or actions and a dict of arrays.

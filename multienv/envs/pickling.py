@@ -1,74 +1,92 @@
-"""Pickle what runs in a worker: functions travel by value, with the names of their files."""
+"""Pickle what builds the envs: by value; if that is impossible, what belongs to the main script by name."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-from collections import ChainMap
 from collections.abc import Callable
-from types import CodeType, FunctionType
-from typing import Any, ClassVar
+from functools import partial
+from operator import itemgetter
+from types import FunctionType
+from typing import Any
 
-import cloudpickle
+from multienv.envs.unpicklable import culprit_in
+from multienv.errors import UsageError
+from multienv.wire.messages import workers_import_main
+from multienv.wire.reducers import LruCache, PickledCall, Pickler
+from multienv.worker.main_module import (
+    REMEDY,
+    can_be_imported,
+    import_script,
+    is_of_main,
+    main_script,
+    names_here,
+    of_script,
+    offered,
+    registered_in_main,
+)
 
-from multienv.worker.main_module import is_of_main, offered, registered_in_main
-
-_reduce_code = cloudpickle.CloudPickler.dispatch_table[CodeType]
-
-
-def _with_its_file(code: CodeType) -> tuple[Any, ...]:
-    """Reduce a code object as cloudpickle does, but keep the name of its file.
-
-    From 3.1.3 on cloudpickle writes "<dynamic-code>" there, so that equal functions give equal bytes. A traceback out
-    of the worker would then not show the lines of the user's env.
-    """
-    build, arguments = _reduce_code(code)
-    return build, tuple(code.co_filename if one == "<dynamic-code>" else one for one in arguments)
+_BufferCallback = Callable[[pickle.PickleBuffer], bool]
+_Pickled = tuple[bytes, list[memoryview]]
 
 
-class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-    dispatch_table: ClassVar = ChainMap({CodeType: _with_its_file}, cloudpickle.CloudPickler.dispatch_table)
-
-
-class _EnvFnPickler(_Pickler):
+class _ByValue(Pickler):
     """Notes which functions and classes of the main script it pickles: they travel by value.
 
-    Attributes:
-        of_main: These, by name.
+    Args:
+        of_main: These, by name; filled.
     """
 
-    def __init__(self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], bool]) -> None:
+    def __init__(self, file: io.BytesIO, buffer_callback: _BufferCallback, of_main: dict[str, Any]) -> None:
         super().__init__(file, buffer_callback=buffer_callback)
-        self.of_main: dict[str, Any] = {}
+        self._of_main = of_main
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce a value as cloudpickle does."""
+        """Reduce a value as every pickler of multienv does."""
         if isinstance(value, type | FunctionType) and is_of_main(value):
-            self.of_main[value.__name__] = value
+            self._of_main[value.__name__] = value
         return super().reducer_override(value)
 
 
-class _Offer:
-    """Is unpickled as ``env_fns``; puts what it notes of the main script into ``__main__`` there.
+class _ByName(Pickler):
+    """Leaves functions and classes of the main script to the worker's import of it, and globals that cannot be pickled.
 
-    Args:
-        env_fns: What travels.
-        registered: Entry points of registered envs, by name; they travel too.
-        of_main: Filled while these two are pickled.
+    All functions and classes: if some travelled by value, there would be two of a class.
     """
 
-    def __init__(self, env_fns: tuple[Any, ...], registered: dict[str, Any], of_main: dict[str, Any]) -> None:
-        self._parts = env_fns, registered, of_main
+    def __init__(self, file: io.BytesIO, buffer_callback: _BufferCallback | None, tried: dict[int, bool]) -> None:
+        super().__init__(file, buffer_callback=buffer_callback)
+        self._tried = tried  # number of a global → whether it can be pickled
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return offered, self._parts
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce a value; what has a name in the main script by that name."""
+        if isinstance(value, type | FunctionType | LruCache) and is_of_main(value) and "<" not in value.__qualname__:
+            return value.__name__
+        reduced = super().reducer_override(value)
+        if isinstance(value, FunctionType) and value.__globals__ is names_here():  # a lambda, or one of a function
+            used = reduced[2][1]["__globals__"]
+            used.update(
+                {name: PickledCall(of_script, name) for name, one in used.items() if not self._can_be_pickled(one)}
+            )
+        return reduced
+
+    def _can_be_pickled(self, value: Any) -> bool:
+        if id(value) not in self._tried:
+            self._tried[id(value)] = True  # if a function in it uses it
+            try:
+                _ByName(io.BytesIO(), None, self._tried).dump(value)
+            except Exception:  # pickling runs code of the user
+                self._tried[id(value)] = False
+        return self._tried[id(value)]
 
 
-def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> tuple[bytes, list[memoryview]]:
-    """Pickle the functions that build envs, with what they need of the main script; raises whatever pickling raises.
+def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pickled:
+    """Pickle the functions that build envs, with what they need of the main script.
 
     Unpickled, it is the tuple; ``__main__`` then has the functions and classes of the main script that travelled with
-    it, and entry points of registered envs if they can be pickled.
+    it, and entry points of registered envs if they can be pickled. If that is impossible, the worker
+    imports the script.
 
     Args:
         env_fns: The functions.
@@ -76,17 +94,33 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> tuple
 
     Returns:
         The pickle, and the buffers that ``pickle.loads`` is to be given with it: memory of what was pickled itself.
+
+    Raises:
+        UsageError: A function cannot be pickled, and there is no script to import.
     """
-    registered = registered_in_main()
-    try:
-        return _offer(env_fns, registered, least)
-    except Exception:  # code of the user
-        if not registered:
-            raise
-    return _offer(env_fns, {}, least)
+    registered, failure = registered_in_main(), None
+    for names in (registered, {}) if registered else ({},):
+        try:
+            return _offer(env_fns, names, least)
+        except Exception as error:  # pickling runs code of the user
+            failure = error
+    told = culprit_in(env_fns)
+    script = main_script()
+    if can_be_imported(script):
+        imported = PickledCall(import_script, told, script)
+        with contextlib.suppress(Exception):
+            data = _dumped(PickledCall(itemgetter(1), (imported, env_fns)), least, partial(_ByName, tried={}))
+            workers_import_main()
+            return data
+    raise UsageError(f"{told} {REMEDY.capitalize()}") from failure
 
 
-def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | None) -> tuple[bytes, list[memoryview]]:
+def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | None) -> _Pickled:
+    of_main: dict[str, Any] = {}  # filled while what comes before it is pickled
+    return _dumped(PickledCall(offered, env_fns, registered, of_main), least, partial(_ByValue, of_main=of_main))
+
+
+def _dumped(value: Any, least: int | None, make: Callable[[io.BytesIO, _BufferCallback], Pickler]) -> _Pickled:
     file, buffers = io.BytesIO(), list[memoryview]()
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -96,13 +130,5 @@ def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | No
         buffers.append(buffer.raw())
         return False
 
-    pickler = _EnvFnPickler(file, stays_inside)
-    pickler.dump(_Offer(env_fns, registered, pickler.of_main))
+    make(file, stays_inside).dump(value)
     return file.getvalue(), buffers
-
-
-def pickled(value: object) -> bytes:
-    """Pickle ``value`` for a process of this machine. Raises whatever pickling raises: it runs code of the user."""
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()

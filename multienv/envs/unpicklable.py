@@ -2,89 +2,92 @@
 
 from __future__ import annotations
 
-import dis
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-# How many objects are looked at, each of which is pickled with all that it refers to.
-_MOST = 200
+from multienv.wire.reducers import Pickler
 
 
-def culprit_in(value: Any, can_be_pickled: Callable[[Any], bool]) -> str:
-    """Say which global, captured variable or attribute cannot be pickled, and what refers to it; ``""``: not found.
+class _Tracer(Pickler):
+    """Notes all values that it has begun to pickle; the last one is what cannot be pickled, if it fails."""
 
-    Args:
-        value: What cannot be pickled.
-        can_be_pickled: Tries it.
-    """
-    return _Search(can_be_pickled).search(value)
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.seen: list[Any] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        """Note a value."""
+        self.seen.append(value)
+        return super().reducer_override(value)
 
 
-class _Search:
-    def __init__(self, can_be_pickled: Callable[[Any], bool]) -> None:
-        self._can_be_pickled = can_be_pickled
-        self._seen: dict[int, Any] = {}  # held, or another object might get the number
+def culprit_in(env_fns: tuple[Any, ...]) -> str:
+    """Say which function cannot be pickled, why, and what global, captured variable or attribute keeps it from that."""
+    tracer = _Tracer()
+    try:
+        tracer.dump(env_fns)
+    except Exception as error:  # pickling runs code of the user
+        why = f"{type(error).__name__}: {str(error).rstrip('.')}."
+    else:
+        why = "at the second try it can."
+    env_fn = next((one for one in reversed(tracer.seen) if any(one is env_fn for env_fn in env_fns)), env_fns)
+    used = _used(tracer.seen)
+    return f"env_fn {env_fn!r:.100} cannot be sent to a process: {why}{' ' if used else ''}{used}"
 
-    def search(self, value: Any) -> str:
-        self._seen[id(value)] = value
-        for what, part in _parts(value):
-            if id(part) in self._seen or len(self._seen) >= _MOST or self._can_be_pickled(part):
-                continue
-            is_inner = isinstance(part, FunctionType | MethodType | type | partial)
-            found = self.search(part)
-            if found or not is_inner:
-                return found or f"{what} is a {type(part).__module__}.{type(part).__qualname__}"
-        return ""
+
+def _used(seen: list[Any]) -> str:
+    """Say what uses the last of these values, each of which was pickled with one before it; ``""``: not found."""
+    culprit = wanted = seen[-1] if seen else None
+    told = ""
+    for user in reversed(seen[:-1]):
+        what = next((what for what, part in _parts(user) if _holds(part, wanted)), "")
+        if what:
+            found = f"A {type(culprit).__module__}.{type(culprit).__qualname__} is in {what}."
+            told, wanted = told or found, user
+            if isinstance(user, type | FunctionType):
+                return found
+    return told
+
+
+def _holds(part: Any, wanted: Any) -> bool:
+    if isinstance(part, dict):
+        part = (*part, *part.values())
+    return part is wanted or (isinstance(part, list | tuple | set) and any(_holds(one, wanted) for one in part))
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what is pickled with a value, each part with a text that says what it is."""
     if isinstance(value, partial):
-        yield "the function of a partial", value.func
-        yield from ((f"an argument of partial({_name(value.func)})", part) for part in value.args)
-        yield from (
-            (f"the argument {name} of partial({_name(value.func)})", part) for name, part in value.keywords.items()
-        )
+        yield f"the arguments of partial({_name(value.func)})", (value.args, value.keywords)
     elif isinstance(value, MethodType):
         yield f"the object of {_name(value)}()", value.__self__
-        yield f"{_name(value)}()", value.__func__
     elif isinstance(value, FunctionType):
         yield from _parts_of_function(value)
-    elif isinstance(value, type):
-        for name, part in vars(value).items():
-            for inner in (part, *(getattr(part, one, None) for one in ("__func__", "fget", "fset", "func"))):
-                if isinstance(inner, FunctionType):
-                    yield f"{_name(value)}.{name}", inner
-            if isinstance(part, type) or not (callable(part) or name in ("__dict__", "__weakref__")):
-                yield f"the attribute {name} of class {_name(value)}", part
-        yield from ((f"the base class {_name(base)}", base) for base in value.__bases__)
     else:
-        yield f"the class {_name(type(value))}", type(value)
+        owner = f"class {_name(value)}" if isinstance(value, type) else f"a {_name(type(value))}"
         attributes = getattr(value, "__dict__", {})
-        yield from ((f"the attribute {name} of a {_name(type(value))}", part) for name, part in attributes.items())
+        yield from ((f"the attribute {name} of {owner}", part) for name, part in attributes.items())
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     user = f"{function.__qualname__}() ({code.co_filename}:{code.co_firstlineno})"
-    for name in sorted(_globals_in(code)):
-        if name in function.__globals__:
-            yield f"the global {name}, which {user} uses,", function.__globals__[name]
+    for name in sorted(_names_in(code) & function.__globals__.keys()):
+        yield f"the global {name}, which {user} uses", function.__globals__[name]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield f"the variable {name}, which {user} has captured,", cell.cell_contents
+            yield f"the variable {name}, which {user} has captured", cell.cell_contents
         except ValueError:  # it has no value yet
             continue
-    for part in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield f"a default value of {user}", part
+    yield f"the default values of {user}", (function.__defaults__, function.__kwdefaults__)
 
 
-def _globals_in(code: CodeType) -> set[str]:
-    """Return the names of the globals that code uses, also in the functions inside it."""
-    inner = [_globals_in(part) for part in code.co_consts if isinstance(part, CodeType)]
-    return {one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")}.union(*inner)
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of the globals that code uses, and of attributes, also in the functions inside it."""
+    return {*code.co_names}.union(*[_names_in(part) for part in code.co_consts if isinstance(part, CodeType)])
 
 
 def _name(value: Any) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-import cloudpickle
 import numpy as np
 
 from multienv.wire.banks import BEGIN
+from multienv.wire.reducers import pickled
 
 T = TypeVar("T")
 
@@ -405,6 +405,15 @@ def dumps(value: Any) -> bytes:
     try:
         data = pickle.dumps(value, protocol=5)
     except Exception:  # pickling runs code of the user
-        data = b"__main__"
+        return pickled(value)
     # Also "__mp_main__": the main script in a multiprocessing child.
-    return cloudpickle.dumps(value) if b"_main__" in data else data
+    return pickled(value) if b"_main__" in data and not _workers_import_main else data
+
+
+_workers_import_main = False
+
+
+def workers_import_main() -> None:
+    """From now on, pickle what the main script defines by its name: workers of this process import the script."""
+    global _workers_import_main
+    _workers_import_main = True

@@ -5,7 +5,8 @@ Such names are looked up by ``pickle.load`` of an instance of one of its classes
 
 1. among the functions and classes that travelled with ``env_fn`` (:func:`offered`): the objects that ``env_fn`` uses;
 2. in the script, if it is a file: it is imported under the name ``__mp_main__``, as multiprocessing's ``spawn`` does;
-   once in a process, and only when a name is looked up that the trainer's ``__main__`` had.
+   once in a process, and only when a name is looked up that the trainer's ``__main__`` had, or when what builds the
+   envs could not travel by value (:func:`import_script`).
 
 Else an error names the remedy.
 """
@@ -30,6 +31,11 @@ from multienv.wire.messages import MainScript
 IMPORTED = "__mp_main__"
 _lock = threading.RLock()
 _NO_FILE = "The main script is no file that could be imported here (a notebook, python -c, standard input)."
+# For what cannot be pickled.
+REMEDY = (
+    "build what it needs inside the function, or in the env's constructor; or move what uses it to a module, which the "
+    "process imports."
+)
 
 
 # --- in the trainer -------------------------------------------------------------------------------
@@ -48,22 +54,28 @@ def main_script() -> MainScript:
     return MainScript(os.path.abspath(file) if isinstance(file, str) else "", module, names)  # noqa: PTH100 - as it is
 
 
+def can_be_imported(script: MainScript) -> bool:
+    """Tell whether this process can import a main script."""
+    return bool(script.module) or os.path.isfile(script.path)  # noqa: PTH113 - a string
+
+
 def is_of_main(value: Any) -> bool:
     """Tell whether this is a function or class that is found in this process's main script under its own name."""
     if getattr(value, "__module__", None) not in ("__main__", IMPORTED):
         return False
-    return _names_here().get(value.__name__) is value
+    return names_here().get(value.__name__) is value
 
 
 def registered_in_main() -> dict[str, Any]:
     """Return what registered envs of this process have as entry point ``"__main__:name"``, by name."""
-    main = _names_here()
+    main = names_here()
     points = [spec.entry_point for spec in gymnasium.registry.values()]
     names = [point[9:] for point in points if isinstance(point, str) and point.startswith("__main__:")]
     return {name: main[name] for name in names if name in main}
 
 
-def _names_here() -> dict[str, Any]:
+def names_here() -> dict[str, Any]:
+    """Return what this process's main script has by name; in a worker, what travelled of the trainer's."""
     main = sys.modules.get("__main__")
     return _travelled if main is None or isinstance(main, MainModule) else vars(main)
 
@@ -79,14 +91,26 @@ def offered(env_fns: Any, registered: Mapping[str, Any], names: Mapping[str, Any
         registered: Entry points of registered envs, by name.
         names: Functions and classes of the trainer's main script, by name.
     """
-    here = _names_here()
+    here = names_here()
     for name, value in {**registered, **names}.items():
         here.setdefault(name, value)
     return env_fns
 
 
+class _Names(dict[str, Any]):
+    """Is ``vars(__main__)`` in a worker, where ``typing.get_type_hints`` looks names up."""
+
+    def __missing__(self, name: str) -> Any:
+        try:
+            return of_script(name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+
 class MainModule(ModuleType):
     """Is ``__main__`` in a worker: names that did not travel are looked up in the script itself."""
+
+    __dict__ = property(lambda _: _Names(_travelled))
 
     def __getattr__(self, name: str) -> Any:
         """Return what the script defines by this name. Raises AttributeError, and UsageError if that cannot be had."""
@@ -98,13 +122,33 @@ class MainModule(ModuleType):
         if name in _travelled:
             return _travelled[name]
         with _lock:
-            found = vars(_imported(name)).get(name, _lock)
+            if _importing:
+                raise AttributeError(f"module '__main__' has no attribute {name!r}: it is being imported")
+            found = vars(_imported(_why(name), _remedy(name))).get(name, _lock)
         if found is _lock:
             raise UsageError(
                 f"{_why(name)} Importing {_script.path or _script.module} does not define it: it stands below "
                 f"`if __name__ == '__main__':`, or was defined later. {_remedy(name)}"
             )
         return found
+
+
+def import_script(why: str, script: MainScript | None = None) -> None:
+    """Import the trainer's main script, if that was not done before; raise UsageError, which begins with ``why``.
+
+    Args:
+        why: Why it must be imported.
+        script: What it is, if this may be no worker: a crash report is replayed.
+    """
+    if script is not None and not isinstance(sys.modules.get("__main__"), MainModule):
+        stand_in(script)
+    with _lock:
+        _imported(f"{why} So the script is imported, as by multiprocessing's spawn.", f"Or {REMEDY}")
+
+
+def of_script(name: str) -> Any:
+    """Return what the main script defines by this name."""
+    return getattr(sys.modules["__main__"], name)
 
 
 def stand_in(script: MainScript) -> None:
@@ -133,30 +177,28 @@ _travelled: dict[str, Any] = {}
 _script = MainScript()
 _module: ModuleType | None = None
 _failure = ""  # why it cannot be imported
-_looked_up = ""  # the name that it is being imported for
+_importing = False
 # The interpreter may refer to it without holding it.
 _first = sys.modules.get("__main__")
 
 
-def _imported(name: str) -> ModuleType:
+def _imported(why: str, remedy: str) -> ModuleType:
     """Return the script as a module; import it if that was not done before. Raises UsageError."""
-    global _module, _failure, _looked_up
-    if _looked_up:
-        raise AttributeError(f"module '__main__' has no attribute {name!r}: it is being imported")
-    if not _script.module and not os.path.isfile(_script.path):  # noqa: PTH113 - a string
-        raise UsageError(f"{_why(name)} {_NO_FILE} {_remedy(name)}")
+    global _module, _failure, _importing
+    if not can_be_imported(_script):
+        raise UsageError(f"{why} {_NO_FILE} {remedy}")
     cause: BaseException | None = None
     if _module is None and not _failure:
-        _looked_up = name
+        _importing = True
         try:
             _module = _run_script()
         except (Exception, SystemExit) as error:  # code of the user
-            _failure = f"Importing {_script.path or _script.module} raised {type(error).__name__}: {error}"
+            _failure = f"Importing {_script.path or _script.module} raised {type(error).__name__}: {error}".rstrip(".")
             cause = error
         finally:
-            _looked_up = ""
+            _importing = False
     if _module is None:
-        raise UsageError(f"{_why(name)} {_failure.rstrip('.')}. {_remedy(name)}") from cause
+        raise UsageError(f"{why} {_failure}. {remedy}") from cause
     return _module
 
 

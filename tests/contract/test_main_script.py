@@ -215,7 +215,65 @@ class Locking(Env):
 """
 
 
+def names_the_lock(told: str, file: str) -> bool:
+    line = line_of("def guarded():", UNPICKLABLE)
+    return f"A _thread.lock is in the global LOCK, which guarded() ({file}:{line}) uses." in told
+
+
 def test_global_that_cannot_be_pickled_is_named_with_the_function_that_uses_it(tmp_path: Path) -> None:
-    told = error_in(ran(f"{UNPICKLABLE}SubprocessEnv(lambda: Locking())\n", tmp_path))
-    place = f"{tmp_path / 'the_script.py'}:{line_of('def guarded():', UNPICKLABLE)}"
-    assert f"The global LOCK, which guarded() ({place}) uses, is a _thread.lock. Build what it needs inside" in told
+    told = error_in(ran(f"{UNPICKLABLE}SubprocessEnv(lambda: Locking())\n", tmp_path, "stdin"))
+    assert names_the_lock(told, "<stdin>")
+    assert "Build what it needs inside the function" in told
+
+
+def test_global_that_cannot_be_pickled_is_that_of_the_imported_script(tmp_path: Path) -> None:
+    """Also in the process that replaces a lost one."""
+    script = f"""{UNPICKLABLE}
+{GUARD}with SubprocessEnv(lambda: Locking()) as env:
+        env.reset(seed=0)
+        env.step(1)
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        print(env.step(1)[0][0], env.statistics().restarts)
+"""
+    assert succeeds(script, tmp_path) == ["running as __mp_main__", "running as __mp_main__", "2.0 1"]
+
+
+def test_class_that_is_imported_in_a_worker_is_the_one_of_what_is_sent_to_it(tmp_path: Path) -> None:
+    """By value, ``StaysBehind`` would be another class there."""
+    script = f"""{UNPICKLABLE}
+class Asked(Locking):
+    def is_known(self, value):
+        return isinstance(value, StaysBehind), value
+{GUARD}with SubprocessEnv(lambda: Asked()) as env:
+        is_known, value = env.call("is_known", StaysBehind())
+        print(is_known, type(value) is StaysBehind)
+"""
+    assert succeeds(script, tmp_path) == ["running as __mp_main__", "True True"]
+
+
+def test_report_of_an_env_that_needs_its_script_is_replayed(tmp_path: Path, reports: Path) -> None:
+    script = f"""{UNPICKLABLE}
+{GUARD}with SubprocessEnv(lambda: Locking()) as env:
+        env.reset(seed=0)
+        env.step(1)
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        env.step(1)
+"""
+    succeeds(script, tmp_path)
+    (report,) = reports.glob("*.json")
+    arguments = [sys.executable, "-m", "multienv", "replay", str(report)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert "running as __mp_main__" in done.stdout
+    assert "match the recorded" in done.stdout, done.stdout + done.stderr
+
+
+def test_missing_guard_is_told_with_its_line_where_the_script_must_be_imported(tmp_path: Path) -> None:
+    script = f"{UNPICKLABLE}\nSubprocessVectorEnv([lambda: Locking()])\n"
+    done = ran(script, tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["running as __main__", "running as __mp_main__"]
+    file = str(tmp_path / "the_script.py")
+    assert names_the_lock(done.stderr, file)
+    line = line_of("SubprocessVectorEnv(", script)
+    assert f"is made while a worker imports {file}, line {line}. Put the code that makes envs below" in done.stderr

@@ -41,6 +41,8 @@ RECYCLING = ("tests/contract/test_recycling.py",)
 CENSUS = ("tests/unit/test_worker_census.py",)
 ASKED = ("tests/unit/test_worker_asked.py",)
 OUTSIDE = ("tests/invariants/test_3_the_world_outside.py",)
+MAIN_SCRIPT = ("tests/contract/test_main_script.py",)
+SCRIPTS = ("tests/contract/test_scripts_that_async_vector_env_runs.py",)
 SEVEN = "tests/invariants/test_7_nothing_left_behind.py"
 
 
@@ -1447,5 +1449,94 @@ MUTANTS = [
         '        if waits and self._owner.setdefault("thread", mine := get_ident()) != mine:\n',
         "        if False:\n",
         ("tests/contract/test_wrong_calls.py",),
+    ),
+    # --- scripts: what builds the envs travels ------------------------------------------------------
+    Mutant(
+        "The functions of a C library lose their declarations in a worker.",
+        2,
+        "wire/reducers.py",
+        "    function.restype, function.argtypes, errcheck = prototype\n",
+        "    errcheck = prototype[2]\n",
+        SCRIPTS,
+    ),
+    Mutant(
+        "The fields of a structure are set after what needs its size.",
+        2,
+        "wire/reducers.py",
+        "    if layout:  # set",
+        "    attributes.update(layout)\n    if False:  # set",
+        SCRIPTS,
+    ),
+    Mutant(
+        "A class with slots has none in a worker.",
+        2,
+        "wire/reducers.py",
+        '        arguments[3]["__slots__"] = value.__slots__',
+        "        pass",
+        SCRIPTS,
+    ),
+    Mutant(
+        "A cached function of the main script is looked up in a worker by its name.",
+        2,
+        "wire/reducers.py",
+        "def _lru_cache(value: Any) -> Any:\n    if _has_a_name(value):\n",
+        "def _lru_cache(value: Any) -> Any:\n    if True:\n",
+        SCRIPTS,
+    ),
+    Mutant(
+        "A class that was made with arguments travels by value, and cannot be made again.",
+        9,
+        "wire/reducers.py",
+        "        raise PicklingError(",
+        "        str(",
+        SCRIPTS,
+    ),
+    Mutant(
+        "Classes of the main script travel by value beside those that a worker imports.",
+        2,
+        "envs/pickling.py",
+        "if isinstance(value, type | FunctionType | LruCache) and is_of_main(value)",
+        "if isinstance(value, FunctionType) and is_of_main(value)",
+        SCRIPTS,
+    ),
+    Mutant(
+        "A lambda takes along globals that cannot be pickled.",
+        9,
+        "envs/pickling.py",
+        "for name, one in used.items() if not self._can_be_pickled(one)",
+        "for name, one in used.items() if False",
+        SCRIPTS,
+    ),
+    Mutant(
+        "What is sent to a worker that imports the script is of classes that it has not.",
+        2,
+        "envs/pickling.py",
+        "            workers_import_main()\n",
+        "",
+        MAIN_SCRIPT,
+    ),
+    Mutant(
+        "A registered class that cannot be pickled is unknown in a worker.",
+        9,
+        "worker/registrations.py",
+        "            if not unsent:\n",
+        "            if True:\n",
+        SCRIPTS,
+    ),
+    Mutant(
+        "Type hints of the main script are not resolved in a worker.",
+        9,
+        "worker/main_module.py",
+        "    __dict__ = property(lambda _: _Names(_travelled))\n",
+        "",
+        SCRIPTS,
+    ),
+    Mutant(
+        "A report of an env that needs its script cannot be replayed.",
+        9,
+        "worker/main_module.py",
+        "        stand_in(script)\n",
+        "        pass\n",
+        MAIN_SCRIPT,
     ),
 ]

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import pytest
 
 from multienv.envs.unpicklable import culprit_in
 
 LOCK = threading.Lock()
-
-
-def can_be_pickled(value: Any) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except TypeError:
-        return False
-    return True
+QUEUES = {"one": [queue.Queue()]}
 
 
 def uses_a_global() -> Any:
@@ -77,29 +70,40 @@ def of_an_object() -> Any:
     return Builder(LOCK).make
 
 
+def of_an_object_in_one() -> Any:
+    class Env:
+        def step(self) -> Any:
+            return QUEUES
+
+    return Env
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (uses_a_global, "the global LOCK, which uses_a_global.<locals>.use() ({file}:N) uses, is a _thread.lock"),
-        (captures, "the variable lock, which captures.<locals>.<lambda>() ({file}:N) has captured, is a _thread.lock"),
-        (default, "a default value of default.<locals>.<lambda>() ({file}:N) is a _thread.lock"),
-        (of_a_class, "the attribute table of class of_a_class.<locals>.Env is a builtins.tuple"),
-        (
-            of_a_property,
-            "the global LOCK, which of_a_property.<locals>.Env.shown() ({file}:N) uses, is a _thread.lock",
-        ),
-        (of_an_object, "the attribute lock of a of_an_object.<locals>.Builder is a _thread.lock"),
-        (lambda: partial(print, LOCK), "an argument of partial(print) is a _thread.lock"),
-        (lambda: partial(print, end=LOCK), "the argument end of partial(print) is a _thread.lock"),
+        (uses_a_global, "the global LOCK, which uses_a_global.<locals>.use() ({file}:N) uses."),
+        (captures, "the variable lock, which captures.<locals>.<lambda>() ({file}:N) has captured."),
+        (default, "the default values of default.<locals>.<lambda>() ({file}:N)."),
+        (of_a_class, "the attribute table of class of_a_class.<locals>.Env."),
+        (of_a_property, "the global LOCK, which of_a_property.<locals>.Env.shown() ({file}:N) uses."),
+        (of_an_object, "the attribute lock of a of_an_object.<locals>.Builder."),
+        (of_an_object_in_one, "the global QUEUES, which of_an_object_in_one.<locals>.Env.step() ({file}:N) uses."),
+        (lambda: partial(print, LOCK), "the arguments of partial(print)."),
+        (lambda: partial(print, end=LOCK), "the arguments of partial(print)."),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_cannot_be_pickled_is_named(make: Callable[[], Any], told: str) -> None:
-    assert re.sub(r":\d+\)", ":N)", culprit_in(make(), can_be_pickled)) == told.format(file=__file__)
+    env_fn = make()
+    said = culprit_in((print, env_fn, print))
+    begin = f"env_fn {env_fn!r:.100} cannot be sent to a process: TypeError: cannot pickle '_thread.lock' object. "
+    begin += "A _thread.lock is in "
+    assert re.sub(r":\d+\)", ":N)", said) == begin + told.format(file=__file__)
 
 
-def test_nothing_is_named_where_each_part_can_be_pickled_by_itself() -> None:
-    def make() -> None:
-        pass
+def test_nothing_is_named_if_nothing_is_known_to_hold_what_cannot_be_pickled() -> None:
+    class Env:
+        def __reduce__(self) -> Any:
+            return print, (LOCK,)
 
-    assert culprit_in(make, can_be_pickled) == ""
+    assert culprit_in((Env(),)).endswith("TypeError: cannot pickle '_thread.lock' object.")

@@ -1,0 +1,94 @@
+"""What runs as a script under ``AsyncVectorEnv`` runs under ``SubprocessVectorEnv``, and more: see the scripts.
+
+By default, those that travel by value are one script, read from standard input: the most that one can ask for, as it has
+neither a file nor a main guard. The tests marked ``ci`` run each as a file, with a guard and without, and compare with
+``AsyncVectorEnv(context="forkserver")``, which refuses most of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from scripts_of_users import BY_NAME, BY_VALUE, HEAD, SIMULATOR
+
+GUARD = 'if __name__ == "__main__":\n    '
+Shown = tuple[str, str]
+
+
+def section(name: str, body: str, guard: str = "") -> str:
+    make = "make" if "make" in body else "Env"
+    return f"{body}\n{guard}fingerprint({name!r}, {make})\n"
+
+
+def run(script: str, folder: Path, vector: str = "multienv", how: str = "file") -> subprocess.CompletedProcess[str]:
+    path = folder / "the_script.py"
+    path.write_text(HEAD + script)
+    return subprocess.run(
+        [sys.executable, path if how == "file" else "-"],
+        cwd=folder,
+        input="" if how == "file" else path.read_text(),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "VECTOR": vector},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def shown_by(script: str, folder: Path, vector: str = "multienv", how: str = "file") -> dict[str, Shown]:
+    """Run a script; return for each of its sections what the env showed in another process and in the script's own."""
+    done = run(script, folder, vector, how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {name: (shown, expected) for name, shown, expected in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a simulator in C."""
+    made = tmp_path_factory.mktemp("simulator")
+    (made / "sim.c").write_text(SIMULATOR)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "sim.so", "sim.c"], cwd=made, check=True)
+    return made
+
+
+@cache
+def shown_from_standard_input(folder: Path) -> dict[str, Shown]:
+    return shown_by("".join(section(name, body) for name, body in BY_VALUE.items()), folder, how="stdin")
+
+
+@pytest.mark.parametrize("name", BY_VALUE)
+def test_script_without_file_and_guard_runs(name: str, folder: Path) -> None:
+    shown, expected = shown_from_standard_input(folder)[name]
+    assert shown == expected
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_script_with_what_cannot_travel_runs_if_it_has_a_guard(name: str, folder: Path) -> None:
+    shown, expected = shown_by(section(name, BY_NAME[name], GUARD), folder)[name]
+    assert shown == expected
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("guard", [GUARD, ""], ids=["guard", "no guard"])
+@pytest.mark.parametrize("name", BY_VALUE)
+def test_script_of_a_file_runs(name: str, guard: str, folder: Path) -> None:
+    shown, expected = shown_by(section(name, BY_VALUE[name], guard), folder)[name]
+    assert shown == expected
+
+
+@pytest.mark.ci
+def test_whatever_runs_under_async_vector_env_runs_here(folder: Path) -> None:
+    runs = []
+    for name, body in {**BY_VALUE, **BY_NAME}.items():
+        script = section(name, body, GUARD)
+        shown, expected = shown_by(script, folder, "async")[name]
+        if shown == expected:
+            assert shown_by(script, folder)[name] == (shown, expected), name
+            runs.append(name)
+    assert {"caches", "type hints of what does not travel", "registered class that cannot travel"} <= set(runs)
