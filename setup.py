@@ -5,9 +5,9 @@ import platform
 
 from setuptools import Extension, setup
 
-# multienv/native.py says why other processors need the extension.
+# multienv/_engine/native.py says why other processors need the extension.
 required = os.environ.get("MULTIENV_REQUIRE_EXTENSION", "0") not in ("", "0") or platform.machine() not in (
     "x86_64",
     "AMD64",
 )
-setup(ext_modules=[Extension("multienv._native", ["multienv/_native.c"], optional=not required)])
+setup(ext_modules=[Extension("multienv._engine._native", ["multienv/_engine/_native.c"], optional=not required)])

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from multienv import SubprocessVectorEnv
-from multienv.worker import exact, rows
+from multienv._engine.worker import exact, rows
 
 SIZE = (512, 640, 3)  # bytes: 983,040
 

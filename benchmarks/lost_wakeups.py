@@ -23,8 +23,8 @@ import gymnasium
 import numpy as np
 
 from multienv import SubprocessEnv
-from multienv.processes import channel, worker_process
-from multienv.worker import main as worker_main
+from multienv._engine.processes import channel, worker_process
+from multienv._engine.worker import main as worker_main
 
 SELECT = types.SimpleNamespace(POLLIN=select.POLLIN)
 

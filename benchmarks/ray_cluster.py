@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from multienv.cluster.cluster import import_ray
+from multienv._engine.cluster.cluster import import_ray
 from multienv.testing.killer import send
 from multienv.testing.processes import descendants
 

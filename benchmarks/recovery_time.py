@@ -27,9 +27,9 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv._engine.reports.store import settle
 from multienv.envs.subprocess_env import close_all
 from multienv.events import Event, Recovery
-from multienv.reports.store import settle
 
 FACES = {
     "SubprocessVectorEnv": SubprocessVectorEnv,

@@ -29,8 +29,8 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 
 from multienv import SubprocessVectorEnv
-from multienv.native import native
-from multienv.wire.segment import REPLY, REQUEST, WORKER_SLEEPS
+from multienv._engine.native import native
+from multienv._engine.wire.segment import REPLY, REQUEST, WORKER_SLEEPS
 
 AWAKE, ASLEEP = "awake", "asleep"
 CORES = sorted(os.sched_getaffinity(0))
@@ -49,7 +49,7 @@ class StillEnv(gymnasium.Env[Any, Any]):
         """Have the worker that builds it look so many seconds for its next request, and leave the trainer its core."""
         os.sched_setaffinity(0, CORES[1:] or CORES)
         if looking is not None:
-            from multienv.worker import affinity, main
+            from multienv._engine.worker import affinity, main
 
             main.SPIN_SECONDS, affinity.CROWDED = looking, math.inf
 

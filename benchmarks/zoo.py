@@ -46,8 +46,8 @@ from rich.console import Console
 from rich.table import Table
 
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv._engine.recovery.verification import same
 from multienv.events import Event, Recovery
-from multienv.recovery.verification import same
 
 Env = gymnasium.Env[Any, Any]
 

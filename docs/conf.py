@@ -8,7 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import inspect
+
 import multienv
+import multienv.testing
 
 project = "multienv"
 author = "The multienv authors"
@@ -39,3 +42,10 @@ maximum_signature_line_length = 110  # a longer signature has a line for each ar
 python_display_short_literal_types = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+
+# Public classes say that they are of `multienv`. autodoc reads the source of their module for the order of members.
+for _public in (multienv, multienv.testing):
+    for _thing in (getattr(_public, name) for name in _public.__all__):
+        if inspect.isclass(_thing) and _thing.__module__ == _public.__name__:
+            functions = (one for one in vars(_thing).values() if inspect.isfunction(one))
+            _thing.__module__ = next((one.__module__ for one in functions), _thing.__module__)

@@ -13,7 +13,7 @@ import sys
 from enum import Enum
 from pathlib import Path
 
-from multienv.recovery.state_machine import TABLE, Closed, Episode, Process
+from multienv._engine.recovery.state_machine import TABLE, Closed, Episode, Process
 
 CENTRES = {
     Process.NONE: (190, 225),

@@ -1,29 +1,28 @@
 """Run gymnasium environments in processes that may die at any moment, with the same trajectories as if none had died.
 
-Rooms: each imports only from rooms above it in this list (``tests/unit/test_architecture.py`` checks it)::
+Rooms, the nearest to the user first. Each imports only from itself and from rooms below it
+(``tests/unit/test_architecture.py`` checks it)::
 
-    errors, config, events   the error tree, options, the events for hooks
-    interrupts               where Ctrl-C may raise KeyboardInterrupt
-    threads, cores           calls in threads that Ctrl-C may interrupt; which worker runs on which core
-    wire                     the shared memory of a worker: its layout, and how it is read
-    worker                   inside a worker process: the request loop, the envs, snapshots
-    processes                launching, monitoring and ending processes; the channel to a process
-    reports                  the texts about a loss, and crash reports
-    recovery                 state machine, hot path, journal, recoverer, verification: the supervisor of one worker
-    fanout                   send to several workers, collect, recover in threads, continue after Ctrl-C
-    envs, vector             the env classes
-    cluster                  the same on the nodes of a Ray cluster
-    managers                 envs by id
+    cli                      the command line
+    testing                  faulty envs, a killer, checks
     adapters                 the env classes with the interfaces of other libraries
-    testing, cli             faulty envs, a killer, checks; the command line
+    managers                 envs by id
+    vector                   the env classes of batches
+    envs                     the other env classes
+    _engine                  what they are made of: see there
+    events, config, errors   the events for hooks, options, the error tree
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from multienv.config import Deadlines, RestartPolicy
+from multienv._engine.building.building import WorkerOptions
+from multienv._engine.native import native as _native
+from multienv._engine.publishing import publish as _publish
+from multienv._engine.recovery.checkpoint import Snapshot
+from multienv._engine.version import __version__ as __version__
+from multienv.config import Deadlines, RayOptions, RestartPolicy
 from multienv.envs.autoreset import AutoResetWrapper
-from multienv.envs.building import WorkerOptions
 from multienv.envs.fragments import Fragment
 from multienv.envs.multi_env import MultiEnv
 from multienv.envs.reset_with import ResetWith
@@ -34,18 +33,14 @@ from multienv.events import Loss, Recovery, Recycled, Statistics, flat_statistic
 from multienv.managers.config import EnvManagerConfig, Timestep
 from multienv.managers.env_manager import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.managers.stacked import StackedSubprocessEnvManager
-from multienv.recovery.checkpoint import Snapshot
 from multienv.vector.hosted_vector_env import BatchOptions
 from multienv.vector.make_vec import make_vec
 from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
 
 if TYPE_CHECKING:
-    from multienv.cluster.options import RayOptions
-    from multienv.cluster.ray_env import RayEnv, create_ray_envs
-    from multienv.cluster.ray_vector_env import RayVectorEnv
     from multienv.envs.async_env import AsyncEnv
-
-__version__ = "0.2.0"
+    from multienv.envs.ray_env import RayEnv, create_ray_envs
+    from multienv.vector.ray_vector_env import RayVectorEnv
 
 __all__ = [
     "AsyncEnv",
@@ -77,23 +72,31 @@ __all__ = [
     "create_ray_envs",
     "create_subprocess_envs",
     "flat_statistics",
+    "has_native_extension",
     "make_vec",
     *_errors,
 ]
 
 
+#: Whether the native extension was built and is used; the page *Speed and layout* says what it does.
+has_native_extension: bool = _native is not None
+
 # Imported when first asked for: workers and most trainers need no asyncio and no cluster.
 _LATER = {
     "AsyncEnv": "multienv.envs.async_env",
-    "RayEnv": "multienv.cluster.ray_env",
-    "RayOptions": "multienv.cluster.options",
-    "RayVectorEnv": "multienv.cluster.ray_vector_env",
-    "create_ray_envs": "multienv.cluster.ray_env",
+    "RayEnv": "multienv.envs.ray_env",
+    "RayVectorEnv": "multienv.vector.ray_vector_env",
+    "create_ray_envs": "multienv.envs.ray_env",
 }
+
+# The errors and the constant stay what they are.
+_publish(__name__, *(globals()[one] for one in __all__ if one not in {*_errors, *_LATER, "has_native_extension"}))
 
 
 def __getattr__(name: str) -> Any:
     """Import one of the names above."""
     if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
+        thing = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        _publish(__name__, thing)
+        return thing
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

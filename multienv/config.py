@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import numbers
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast
 
@@ -69,7 +69,7 @@ class Named:
         return f"{type(self).__name__}({chosen})"
 
 
-def check_seconds(name: str, value: float | None, *, zero: bool = False, words: str = "") -> None:
+def check_seconds(name: str, value: float | None, *, zero: bool = False, words: str = "", needed: bool = False) -> None:
     """Raise UsageError unless this is ``None`` or a finite, positive number.
 
     Args:
@@ -77,8 +77,11 @@ def check_seconds(name: str, value: float | None, *, zero: bool = False, words: 
         value: The value.
         zero: 0 is allowed too.
         words: What else would have been allowed, for messages.
+        needed: ``None`` is not allowed.
     """
     if value is None:
+        if needed:
+            raise UsageError(f"{name} is None; give a number of seconds.")
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise UsageError(f"{name} is {value!r}; give a number of seconds{words}, or None for no limit.")
@@ -143,14 +146,12 @@ class Deadlines(Named):
 
     def __post_init__(self) -> None:
         """Raise UsageError unless all values are numbers of seconds."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("reset", "step"):
-                check_seconds(f"Deadlines.{field.name}", value)
+        for name in (one.name for one in fields(self)):
+            value = getattr(self, name)
+            if name not in ("reset", "step"):
+                check_seconds(f"Deadlines.{name}", value, needed=name == "close")
             elif not isinstance(value, str) or value != "auto":
-                check_seconds(f"Deadlines.{field.name}", value, words=", 'auto'")
-        if self.close is None:
-            raise UsageError("Deadlines.close is None; close() is always bounded: give a number of seconds.")
+                check_seconds(f"Deadlines.{name}", value, words=", 'auto'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -230,9 +231,7 @@ class RestartPolicy(Named):
                 choices = ", ".join(map(repr, allowed))
                 raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; choose one of {choices}.")
         for name in ("window", "backoff", "max_backoff", "replay_limit"):
-            check_seconds(f"RestartPolicy.{name}", getattr(self, name), zero=name != "window")
-            if getattr(self, name) is None:
-                raise UsageError(f"RestartPolicy.{name} is None; give a number of seconds.")
+            check_seconds(f"RestartPolicy.{name}", getattr(self, name), zero=name != "window", needed=True)
         check_seconds("RestartPolicy.recycle_after", self.recycle_after)
         for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0), ("max_snapshots", 0)):
             self._check_integer(name, least)
@@ -260,3 +259,43 @@ class RestartPolicy(Named):
         value = integer(getattr(self, name))
         if value is None or value < least:
             raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; give an integer of at least {least}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RayOptions(Named):
+    """Says how envs run on a Ray cluster. A *host* is an actor on a node, with its own monitor and workers.
+
+    Args:
+        address: As in ``ray.init``: ``"auto"``, ``"ray-head:6379"``. ``None``: the Ray that this process is connected
+            to; else the Ray that ``RAY_ADDRESS`` names; else a local Ray, which is shut down again when the last env is
+            closed.
+        hosts: Number of hosts. ``None``: one on each node with a free CPU, but not more than workers.
+        cpus_per_host: CPUs that a host reserves. ``None``: one for each of its workers, as far as its node has them
+            free. The replacement of a lost host needs a node with as many free CPUs.
+        placement: Order of the nodes. ``"spread"``: nodes with the most free CPUs first, in turn. ``"pack"``: as few
+            nodes as possible. Or a list of node ids, taken in turn.
+        runtime_env: As in ``ray.init``: packages and files for the hosts. They need multienv, gymnasium and everything
+            that the envs import.
+        suspect_after: Seconds of silence after which a host counts as lost. Its envs are then recovered on another
+            node.
+        placement_timeout: Seconds that a host may wait for a node with enough free CPUs.
+    """
+
+    address: str | None = None
+    hosts: int | None = None
+    cpus_per_host: int | None = None
+    placement: str | Sequence[str] = "spread"
+    runtime_env: Mapping[str, Any] | None = field(default=None, hash=False)
+    suspect_after: float = 10.0
+    placement_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a value that makes no sense."""
+        for name in ("suspect_after", "placement_timeout"):
+            check_seconds(f"RayOptions.{name}", getattr(self, name), needed=True)
+        for name in ("hosts", "cpus_per_host"):
+            value = getattr(self, name)
+            if value is not None and (integer(value) or 0) < 1:
+                raise UsageError(f"RayOptions.{name} is {value!r:.100}; give an integer of at least 1.")
+        if isinstance(self.placement, str) and self.placement not in ("spread", "pack"):
+            raise UsageError(f"RayOptions.placement is {self.placement!r:.100}; choose 'spread', 'pack' or node ids.")

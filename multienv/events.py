@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from multienv.interrupts import runs_user_code
-
-logger = logging.getLogger("multienv")
+from typing import Literal
 
 # How a process is lost; and why an episode ends that cannot go on.
 LossCause = Literal["died", "hung", "broken"]
@@ -225,14 +219,3 @@ def flat_statistics(statistics: Statistics | Iterable[Statistics | None]) -> dic
 
 Event = Loss | Recovery | Recycled
 Hook = Callable[[Event], None]
-
-
-@runs_user_code
-def call_hooks(events: deque[tuple[Callable[[Any], object], Any]]) -> None:
-    """Call hooks with events, the oldest first, and forget them; log the exceptions that hooks raise."""
-    while events:
-        hook, event = events.popleft()
-        try:
-            hook(event)
-        except Exception:  # a hook must not break a recovery
-            logger.exception("A hook failed on %r", event)

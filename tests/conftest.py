@@ -12,7 +12,7 @@ import pytest
 
 from kit import CounterEnv, assert_nothing_left, monitor_itself, snapshot_resources
 from multienv import SubprocessEnv
-from multienv.native import native
+from multienv._engine.native import native
 
 # Trainers that tests launch as programs of their own find the kit too.
 HERE = str(Path(__file__).parent)

@@ -14,12 +14,12 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from multienv._engine.asking.calls import call_message, refuse_copy
+from multienv._engine.building.building import WorkerOptions, checked_env_fn
+from multienv._engine.worker.failures import pickled
 from multienv.config import takes_options_of
-from multienv.envs.building import WorkerOptions, checked_env_fn
-from multienv.envs.calls import call_message, refuse_copy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of
 from multienv.events import Statistics
-from multienv.worker.failures import pickled
 
 try:
     from pettingzoo import AECEnv, ParallelEnv

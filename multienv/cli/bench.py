@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from multienv import RayOptions
+from multienv._engine.cluster.cluster import import_ray
+from multienv._engine.cores import cores
 from multienv.cli.measuring import PEERS, WORTH_IT, Bench, measure
 from multienv.cli.options import (
     EnvArgument,
@@ -26,8 +28,6 @@ from multienv.cli.options import (
     vector_env_code,
     working_env,
 )
-from multienv.cluster.cluster import import_ray
-from multienv.cores import cores
 from multienv.errors import UsageError
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from multienv._engine.reports.texts import exit_text
 from multienv.cli.options import (
     EnvArgument,
     JsonOption,
@@ -25,7 +26,6 @@ from multienv.cli.options import (
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import MultienvError, UsageError
 from multienv.events import Event, Recovery
-from multienv.reports.texts import exit_text
 from multienv.testing import check_env_recovers
 
 

@@ -24,6 +24,8 @@ import psutil
 from rich.filesize import decimal
 
 from multienv import SubprocessEnv, SubprocessVectorEnv
+from multienv._engine.recovery.verification import is_comparable
+from multienv._engine.reports.texts import foreign_frames
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
@@ -31,8 +33,6 @@ from multienv.cli.watching import Noticed, Watched, imported, seeded
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvError, MultienvError, RestartBudgetExceeded, UsageError, WorkerHungError, WorkerLostError
 from multienv.events import Event, Loss, Recovery, Statistics
-from multienv.recovery.verification import is_comparable
-from multienv.reports.texts import foreign_frames
 from multienv.testing.killer import KillManner, send
 from multienv.testing.side_by_side import EnvFn
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import cloudpickle
 import gymnasium
 
-from multienv.envs.building import EnvFn, checked_env_fn
+from multienv._engine.building.building import EnvFn, checked_env_fn
+from multienv._engine.reports.crash import Report
 from multienv.errors import MultienvError, UsageError
-from multienv.reports.crash import Report
 
 _FORMS = "ID, module:ID, module:function, module:Class, file.py:function or file.py:Class"
 _PACKAGE = str(Path(__file__).parents[1])

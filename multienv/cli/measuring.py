@@ -19,13 +19,13 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from multienv import RayOptions, RayVectorEnv, SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv._engine.building.building import EnvFn
+from multienv._engine.cores import busy_cores, cores
+from multienv._engine.threads import close_at_once
 from multienv.cli.options import first_line
 from multienv.cli.walking import RAISE
 from multienv.config import Deadlines
-from multienv.cores import busy_cores, cores
-from multienv.envs.building import EnvFn
 from multienv.errors import UsageError
-from multienv.threads import close_at_once
 from multienv.vector.batching import deal
 
 PEERS = ("gymnasium", "sb3")

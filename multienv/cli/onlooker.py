@@ -19,9 +19,8 @@ from typing import Any
 
 import psutil
 
-from multienv.errors import UsageError
-from multienv.wire.banks import BEGIN, STEP
-from multienv.wire.segment import (
+from multienv._engine.wire.banks import BEGIN, STEP
+from multienv._engine.wire.segment import (
     PID,
     REPLAYING,
     REPLY,
@@ -33,6 +32,7 @@ from multienv.wire.segment import (
     TRAINER_SLEEPS,
     Segment,
 )
+from multienv.errors import UsageError
 
 _KINDS = {STEP: "step", BEGIN: "reset"}
 _TITLE = re.compile(r"multienv (envs? (\d+)(?:-(\d+))?)")

@@ -14,15 +14,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from multienv._engine.reports import store
+from multienv._engine.reports.crash import Report
+from multienv._engine.reports.read import load, summary_of
+from multienv._engine.reports.texts import what_happened
 from multienv.cli.env_functions import env_functions
 from multienv.cli.options import ReportsOption, arguments_of, plain_console
 from multienv.cli.replaying import EnvRaised, Rerun
 from multienv.cli.texts import duration, report_line, visible
 from multienv.errors import UsageError
-from multienv.reports import store
-from multienv.reports.crash import Report
-from multienv.reports.read import load, summary_of
-from multienv.reports.texts import what_happened
 
 _LATEST = "latest"
 # Reports an event: as text for people, and as named values for programs.

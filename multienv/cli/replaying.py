@@ -14,17 +14,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from multienv.envs.building import EnvFn
+from multienv._engine.building.building import EnvFn
+from multienv._engine.processes.environment import worker_environment
+from multienv._engine.recovery.verification import differences
+from multienv._engine.reports.crash import Report, action_of
+from multienv._engine.wire.banks import FAILED, HEAD, MESSAGE, STEPPED, U32, split_entries
+from multienv._engine.wire.codecs import payload_of
+from multienv._engine.wire.infos import unpack_extras
+from multienv._engine.wire.messages import Description, Failure, Message, Replay, message_of, pack_message
+from multienv._engine.wire.segment import Segment
+from multienv._engine.worker.host import Host
 from multienv.errors import UsageError
-from multienv.processes.environment import worker_environment
-from multienv.recovery.verification import differences
-from multienv.reports.crash import Report, action_of
-from multienv.wire.banks import FAILED, HEAD, MESSAGE, STEPPED, U32, split_entries
-from multienv.wire.codecs import payload_of
-from multienv.wire.infos import unpack_extras
-from multienv.wire.messages import Description, Failure, Message, Replay, message_of, pack_message
-from multienv.wire.segment import Segment
-from multienv.worker.host import Host
 
 
 class EnvRaised(Exception):  # noqa: N818 - it is not an error of the command

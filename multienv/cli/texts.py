@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from multienv.reports.store import time_of
+from multienv._engine.reports.store import time_of
 
 
 def duration(seconds: float) -> str:

@@ -15,11 +15,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from multienv._engine.reports import store
+from multienv._engine.reports.read import summary_of
 from multienv.cli.onlooker import Trainer
 from multienv.cli.options import JsonOption, ReportsOption, plain_console
 from multienv.cli.texts import duration, loss_line
-from multienv.reports import store
-from multienv.reports.read import summary_of
 
 _STYLES = {"building": "cyan", "replaying": "yellow", "busy": "green", "idle": ""}
 _COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "per step", "in env", "steps/s", "RSS", "restarts")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from multienv._engine.recovery.verification import same
 from multienv.config import RestartPolicy
-from multienv.recovery.verification import same
 
 # Not 0: some envs take that for no seed.
 SEED = 1

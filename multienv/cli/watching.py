@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import cloudpickle
 import gymnasium
 
-from multienv.processes.leftovers import open_descriptors
+from multienv._engine.processes.leftovers import open_descriptors
+from multienv._engine.wire.digests import MARK, evidence_of
+from multienv._engine.worker.asked import obstacle_of
+from multienv._engine.worker.census import OBSTACLES, census, standard_streams
+from multienv._engine.worker.seeding import seed_process, state_of_process
 from multienv.testing.side_by_side import EnvFn
-from multienv.wire.digests import MARK, evidence_of
-from multienv.worker.asked import obstacle_of
-from multienv.worker.census import OBSTACLES, census, standard_streams
-from multienv.worker.seeding import seed_process, state_of_process
 
 
 class Outside(NamedTuple):

@@ -12,17 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
-from multienv.asking.fanout import resumed
+from multienv._engine.asking.fanout import resumed
+from multienv._engine.building.building import EnvFn, WorkerOptions
+from multienv._engine.interrupts import finalizer
+from multienv._engine.recovery.reporter import call_hooks
+from multienv._engine.threads import Pool, Task
+from multienv._engine.wire.actions import own_copy
+from multienv._engine.wire.codecs import Transition
 from multienv.config import Deadlines, check_seconds, takes_options_of
-from multienv.envs.building import EnvFn, WorkerOptions
 from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
 from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeout, rebuilt
-from multienv.events import Event, Hook, Statistics, call_hooks
-from multienv.interrupts import finalizer
-from multienv.threads import Pool, Task
-from multienv.wire.actions import own_copy
-from multienv.wire.codecs import Transition
+from multienv.events import Event, Hook, Statistics
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

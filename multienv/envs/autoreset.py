@@ -7,15 +7,15 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
-from multienv.envs.building import mode_of
-from multienv.envs.calls import Calls
+from multienv._engine.asking.calls import Calls
+from multienv._engine.building.building import mode_of
+from multienv._engine.interrupts import runs_user_code
+from multienv._engine.recovery.state_machine import Episode
+from multienv._engine.recovery.supervisor import Supervisor
+from multienv._engine.wire.codecs import Transition
+from multienv._engine.wire.messages import BEGINNING, Reset
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import MultienvError, UsageError
-from multienv.interrupts import runs_user_code
-from multienv.recovery.state_machine import Episode
-from multienv.recovery.supervisor import Supervisor
-from multienv.wire.codecs import Transition
-from multienv.wire.messages import BEGINNING, Reset
 
 
 class AutoresetFollowup:

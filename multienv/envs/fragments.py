@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from multienv._engine.recovery.rollouts import RolloutReply
+from multienv._engine.wire.messages import Rollout
+from multienv._engine.wire.reducers import pickled
 from multienv.config import integer
 from multienv.errors import EnvError, UsageError
-from multienv.recovery.rollouts import RolloutReply
-from multienv.wire.messages import Rollout
-from multienv.wire.reducers import pickled
 
 Array = np.ndarray[Any, Any]
 # Observations → actions, or actions and a dict of arrays.

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
-from multienv import interrupts
-from multienv.asking.fanout import FanOut, Round, resumed
-from multienv.asking.members import Blocking
-from multienv.asking.stream import OwnPace, Stream
+from multienv._engine import interrupts
+from multienv._engine.asking.calls import advice_after, checked_indices, checked_seeds, refuse_copy
+from multienv._engine.asking.fanout import FanOut, Round, resumed
+from multienv._engine.asking.members import Blocking
+from multienv._engine.asking.stream import OwnPace, Stream
+from multienv._engine.building.building import mode_of
+from multienv._engine.cores import spread
+from multienv._engine.recovery.supervisor import Supervisor
+from multienv._engine.wire.actions import own_copy
+from multienv._engine.wire.messages import Reset, reset_of_one
 from multienv.config import integer
-from multienv.cores import spread
 from multienv.envs.autoreset import AutoresetFollowup, AutoResetWrapper, joined
-from multienv.envs.building import mode_of
-from multienv.envs.calls import advice_after, checked_indices, checked_seeds, refuse_copy
 from multienv.envs.subprocess_env import (
     SupervisedEnv,
     close_all,
@@ -27,9 +30,6 @@ from multienv.envs.subprocess_env import (
 )
 from multienv.errors import ActionError, ClosedError, EnvsFailedError, UsageError
 from multienv.events import Statistics
-from multienv.recovery.supervisor import Supervisor
-from multienv.wire.actions import own_copy
-from multienv.wire.messages import Reset, reset_of_one
 
 if TYPE_CHECKING:
     from typing_extensions import Self

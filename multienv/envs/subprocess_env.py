@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import gymnasium
 
-from multienv.config import checked_seed, takes_options_of
-from multienv.cores import spread
-from multienv.envs.building import (
+from multienv._engine.asking.calls import Calls, call_message, refuse_copy
+from multienv._engine.building.building import (
     EnvFn,
     Processes,
     SerialWorkers,
@@ -22,16 +21,17 @@ from multienv.envs.building import (
     checked_env_fn,
     listed_env_fns,
 )
-from multienv.envs.calls import Calls, call_message, refuse_copy
+from multienv._engine.cores import spread
+from multienv._engine.interrupts import finalizer
+from multienv._engine.recovery.rollouts import RolloutReply
+from multienv._engine.recovery.state_machine import Process
+from multienv._engine.recovery.supervisor import Supervisor, abandon_all, close_together
+from multienv._engine.wire.codecs import Transition
+from multienv._engine.wire.messages import GetAttribute, Message, Method, Render, Reset, SetAttribute, reset_of_one
+from multienv.config import checked_seed, takes_options_of
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 from multienv.events import Hook, Statistics
-from multienv.interrupts import finalizer
-from multienv.recovery.rollouts import RolloutReply
-from multienv.recovery.state_machine import Process
-from multienv.recovery.supervisor import Supervisor, abandon_all, close_together
-from multienv.wire.codecs import Transition
-from multienv.wire.messages import GetAttribute, Message, Method, Render, Reset, SetAttribute, reset_of_one
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import gymnasium
 from typing_extensions import Self
 
+from multienv._engine.processes.launcher import method_of
 from multienv.config import Deadlines, check_seconds, integer
 from multienv.errors import UsageError
-from multienv.processes.launcher import method_of
 
 # DI-engine's configs name their class; these options are ignored.
 _NAMES_OF_THE_CLASS = ("cfg_type", "type")
@@ -166,9 +166,7 @@ class EnvManagerConfig:
             if name == "connect_timeout" or getattr(self, name) != "auto":
                 check_seconds(name, getattr(self, name))
         for name in ("retry_waiting_time", "step_wait_timeout"):
-            check_seconds(name, getattr(self, name), zero=True)
-        if self.retry_waiting_time is None:
-            raise UsageError("retry_waiting_time is None; give a number of seconds.")
+            check_seconds(name, getattr(self, name), zero=True, needed=name == "retry_waiting_time")
         if self.retry_type not in ("reset", "renew"):
             raise UsageError(f"retry_type is {self.retry_type!r:.100}; choose 'reset' or 'renew'.")
         if self.reset_inplace and not self.auto_reset:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 import gymnasium
 import numpy as np
 
-from multienv.config import RestartPolicy, checked_seed
-from multienv.envs.building import EnvFn, WorkerEnv, WorkerOptions, listed_env_fns
-from multienv.envs.calls import call_message, refuse_copy
+from multienv._engine.asking.calls import call_message, refuse_copy
+from multienv._engine.building.building import EnvFn, WorkerEnv, WorkerOptions, listed_env_fns
+from multienv._engine.wire.messages import GetAttribute, Message, Method, Render, SetAttribute
+from multienv.config import RayOptions, RestartPolicy, checked_seed
 from multienv.envs.subprocess_env import SubprocessEnv, SupervisedEnv, close_all, initialize_all, supervisor_of
 from multienv.errors import (
     CallPendingError,
@@ -29,12 +30,9 @@ from multienv.errors import (
 from multienv.events import Hook, Statistics
 from multienv.managers.config import EnvManagerConfig, EnvReference, EnvState, Timestep
 from multienv.managers.scheduler import Scheduler
-from multienv.wire.messages import GetAttribute, Message, Method, Render, SetAttribute
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from multienv.cluster.options import RayOptions
 
 ResetParam = Mapping[int, Mapping[str, Any] | None]
 
@@ -139,7 +137,7 @@ class EnvManager:
         """Return the envs, not started."""
         if self._backend == "ray":
             # By a string: it lies in a room above, which few programs enter.
-            make: Callable[..., list[SupervisedEnv]] = importlib.import_module("multienv.cluster.ray_env").unbuilt_envs
+            make: Callable[..., list[SupervisedEnv]] = importlib.import_module("multienv.envs.ray_env").unbuilt_envs
             return make(self._env_fns, self._ray, **self._options)
         return [SubprocessEnv(env_fn, env_index=index, **self._options) for index, env_fn in enumerate(self._env_fns)]
 

@@ -1,6 +1,6 @@
 """The envs of a launched manager: the state of each, the answers taken up, and the requests that follow from them.
 
-A :class:`~multienv.asking.stream.Stream` keeps requests and answers. Everything else about an env is in its record.
+A ``Stream`` keeps requests and answers. Everything else about an env is in its record.
 Records are replaced, never changed, together with the answers that they take up; what a call hands over is removed by
 one assignment that nothing follows but the return. So an exception of a signal handler (Ctrl-C) finds an answer either
 taken up or not, and a timestep either still there or handed over. A reset that a record says is due is asked then, or
@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from multienv import interrupts
-from multienv.asking.endless import Requests, Result
-from multienv.asking.fanout import FanOut
-from multienv.asking.members import InThread, ask_patiently
-from multienv.asking.stream import OneEach, Stream
-from multienv.cores import spread
+from multienv._engine import interrupts
+from multienv._engine.asking.endless import Requests, Result
+from multienv._engine.asking.fanout import FanOut
+from multienv._engine.asking.members import InThread, ask_patiently
+from multienv._engine.asking.stream import OneEach, Stream
+from multienv._engine.cores import spread
+from multienv._engine.recovery.state_machine import Episode
+from multienv._engine.recovery.supervisor import Supervisor, close_together
+from multienv._engine.threads import Task
+from multienv._engine.wire.actions import own_copy
+from multienv._engine.wire.codecs import Transition
+from multienv._engine.wire.messages import Message, reset_of_one
 from multienv.errors import ClosedError, EnvError, EnvsFailedError, RestartBudgetExceeded, UsageError, WorkerLostError
 from multienv.managers.config import EnvManagerConfig, EnvState, Timestep
-from multienv.recovery.state_machine import Episode
-from multienv.recovery.supervisor import Supervisor, close_together
-from multienv.threads import Task
-from multienv.wire.actions import own_copy
-from multienv.wire.codecs import Transition
-from multienv.wire.messages import Message, reset_of_one
 
 _ADVICE = "Reset those that are in EnvState.ERROR: reset({id: None})."
 _OTHERS = "What others have returned is in `results`; what they have still to return, the next step() gives."

@@ -5,8 +5,11 @@
 - :class:`Killer`: kills or stops workers while your code runs.
 """
 
+from multienv._engine.publishing import publish as _publish
 from multienv.testing.faulty_env import FaultyEnv
 from multienv.testing.killer import Killer, worker_pids
 from multienv.testing.recovery_check import RecoveryCheck, check_env_recovers
 
 __all__ = ["FaultyEnv", "Killer", "RecoveryCheck", "check_env_recovers", "worker_pids"]
+
+_publish(__name__, FaultyEnv, Killer, RecoveryCheck, check_env_recovers, worker_pids)

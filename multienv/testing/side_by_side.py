@@ -11,8 +11,8 @@ import gymnasium
 import numpy as np
 
 from multienv import Deadlines, MultiEnv, RestartPolicy
+from multienv._engine.recovery.verification import same
 from multienv.errors import EnvsFailedError, WorkerLostError
-from multienv.recovery.verification import same
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 

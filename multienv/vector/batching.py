@@ -19,13 +19,13 @@ from gymnasium.vector.utils import (
     iterate,
 )
 
+from multienv._engine.native import native
+from multienv._engine.wire.actions import misfit, own_copy, shown, step_head_of
+from multienv._engine.wire.codecs import RowsReply
+from multienv._engine.wire.messages import dumps
+from multienv._engine.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_bytes, row_of
 from multienv.config import integer
 from multienv.errors import ActionError, UsageError, catchable_as
-from multienv.native import native
-from multienv.wire.actions import misfit, own_copy, shown, step_head_of
-from multienv.wire.codecs import RowsReply
-from multienv.wire.messages import dumps
-from multienv.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_bytes, row_of
 
 Array = np.ndarray[Any, Any]
 Space = spaces.Space[Any]

@@ -19,18 +19,24 @@ from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from multienv import interrupts
-from multienv.asking.endless import Taken
-from multienv.asking.fanout import FanOut, Round
-from multienv.asking.stream import OwnPace, Stream
-from multienv.envs.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
-from multienv.envs.calls import (
+from multienv._engine import interrupts
+from multienv._engine.asking.calls import (
     advice_after,
     call_message,
     checked_indices,
     checked_seeds,
     refuse_copy,
 )
+from multienv._engine.asking.endless import Taken
+from multienv._engine.asking.fanout import FanOut, Round
+from multienv._engine.asking.stream import OwnPace, Stream
+from multienv._engine.building.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
+from multienv._engine.recovery.rollouts import RolloutReply
+from multienv._engine.recovery.state_machine import Process
+from multienv._engine.recovery.supervisor import Supervisor, abandon_all, close_together
+from multienv._engine.wire.codecs import RowsReply
+from multienv._engine.wire.infos import Extras, InfoMerger
+from multienv._engine.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
 from multienv.errors import (
     ClosedError,
@@ -45,9 +51,6 @@ from multienv.errors import (
     catchable_as,
 )
 from multienv.events import Statistics
-from multienv.recovery.rollouts import RolloutReply
-from multienv.recovery.state_machine import Process
-from multienv.recovery.supervisor import Supervisor, abandon_all, close_together
 from multienv.vector.batching import (
     Rows,
     action_cutter,
@@ -61,9 +64,6 @@ from multienv.vector.batching import (
 )
 from multienv.vector.same_step import ResetAtOnce
 from multienv.vector.some_envs import InfosOfSome, SharedWorkers, infos_of, rows_of
-from multienv.wire.codecs import RowsReply
-from multienv.wire.infos import Extras, InfoMerger
-from multienv.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
 
 if TYPE_CHECKING:
     from typing_extensions import Self

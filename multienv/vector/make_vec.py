@@ -11,8 +11,8 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
+from multienv._engine.building.building import EnvFn, checked_env_fn
 from multienv.config import integer
-from multienv.envs.building import EnvFn, checked_env_fn
 from multienv.errors import UsageError
 from multienv.vector.hosted_vector_env import HostedVectorEnv
 from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
@@ -22,7 +22,7 @@ _Env = gymnasium.Env[Any, Any]
 
 def _on_a_cluster(*arguments: Any, **options: Any) -> HostedVectorEnv:
     """Make a RayVectorEnv. By a string: the class lies in a room above, which few programs enter."""
-    kind: Callable[..., HostedVectorEnv] = importlib.import_module("multienv.cluster.ray_vector_env").RayVectorEnv
+    kind: Callable[..., HostedVectorEnv] = importlib.import_module("multienv.vector.ray_vector_env").RayVectorEnv
     return kind(*arguments, **options)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from multienv._engine.recovery.supervisor import Supervisor
+from multienv._engine.wire.codecs import RowsReply
+from multienv._engine.wire.infos import Extras
 from multienv.errors import MultienvError
-from multienv.recovery.supervisor import Supervisor
-from multienv.wire.codecs import RowsReply
-from multienv.wire.infos import Extras
 
 
 class _Ending(NamedTuple):

@@ -12,12 +12,12 @@ from typing import Any
 
 from gymnasium.vector import VectorEnv
 
-from multienv.asking.endless import Endless, Requests, Result, Taken, results_of
-from multienv.asking.members import StepOfSome
+from multienv._engine.asking.endless import Endless, Requests, Result, Taken, results_of
+from multienv._engine.asking.members import StepOfSome
+from multienv._engine.wire.codecs import RowsReply
+from multienv._engine.wire.infos import Extras, InfoMerger
+from multienv._engine.wire.messages import Reset
 from multienv.vector.batching import Array, Rows, joined, listed_observations
-from multienv.wire.codecs import RowsReply
-from multienv.wire.infos import Extras, InfoMerger
-from multienv.wire.messages import Reset
 
 _ERRORS = attrgetter("errors")
 

@@ -8,9 +8,9 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from multienv._engine.building.building import EnvFn, Processes, SerialWorkers, Workers, listed_env_fns
+from multienv._engine.cores import busy_cores, spread
 from multienv.config import takes_options_of
-from multienv.cores import busy_cores, spread
-from multienv.envs.building import EnvFn, Processes, SerialWorkers, Workers, listed_env_fns
 from multienv.errors import EnvsFailedError, UsageError
 from multienv.events import Hook
 from multienv.vector.batching import deal

@@ -18,8 +18,8 @@ from typer.testing import Result
 
 import multienv as package
 from multienv import RestartPolicy
+from multienv._engine.recovery import journal
 from multienv.cli import checks, options
-from multienv.recovery import journal
 
 CHECKS = ["builds", "steps", "repeats", "begins anew", "outside", "forks", "replays", "hangs", "leaks"]
 
@@ -169,7 +169,7 @@ def test_a_broken_env_is_named_broken_by_the_check_that_it_fails(
     assert (row["name"], row["verdict"]) == (check, "broken")
     assert meaning in row["meaning"]
     assert detail in row["detail"]
-    assert not re.search(r"multienv/(worker|processes)/|<string>", row["detail"])
+    assert not re.search(r"multienv/_engine/(worker|processes)/|<string>", row["detail"])
     written = sorted(reports.glob("*.json"), key=lambda path: path.stat().st_mtime)
     assert bool(written) == (env in ("segfaulting", "hanging"))
     for report in written[-1:]:  # it is tried several times

@@ -31,10 +31,10 @@ import multienv
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, kill_worker
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv._engine.reports.read import load
+from multienv._engine.reports.store import settle
 from multienv.cli import app
 from multienv.errors import UsageError, WorkerLostError
-from multienv.reports.read import load
-from multienv.reports.store import settle
 
 pytestmark = pytest.mark.usefixtures("monitor_stays")
 PATH = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(multienv.__file__).parents[1])])
@@ -358,7 +358,7 @@ DAMAGE: dict[str, Any] = {
     "foreign": with_text(format="something else"),
     "newer": with_text(version=1000),
     "of another pickle": with_text(checksum=1),
-    "attributes missing": lambda report: rewritten(report, b"cmultienv.reports.crash\nReport\n)\x81."),
+    "attributes missing": lambda report: rewritten(report, b"cmultienv._engine.reports.crash\nReport\n)\x81."),
     "no report": lambda report: rewritten(report, pickle.dumps({"loss": None})),
     "nothing": with_text(build=None),
 }

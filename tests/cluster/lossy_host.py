@@ -16,13 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from multienv.cluster import frames
-from multienv.cluster.cluster import Node
-from multienv.cluster.frames import Frame
-from multienv.cluster.options import RayOptions
-from multienv.cluster.relay import Relay
-from multienv.processes.launcher import Launch
-from multienv.wire.messages import KeepSnapshot
+from multienv._engine.cluster import frames
+from multienv._engine.cluster.cluster import Node
+from multienv._engine.cluster.frames import Frame
+from multienv._engine.cluster.relay import Relay
+from multienv._engine.processes.launcher import Launch
+from multienv._engine.wire.messages import KeepSnapshot
+from multienv.config import RayOptions
 
 FAULTS = {
     "lost": "not executed; the caller is told that the call has failed",

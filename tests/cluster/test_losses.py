@@ -24,7 +24,7 @@ from multienv import (
     SerialVectorEnv,
     create_ray_envs,
 )
-from multienv.cluster.courier import Courier
+from multienv._engine.cluster.courier import Courier
 
 pytestmark = pytest.mark.ci
 

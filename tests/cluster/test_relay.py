@@ -51,14 +51,14 @@ from multienv import (
     Recovery,
     RestartPolicy,
 )
-from multienv.cluster import courier, fleet, frames, relay
-from multienv.cluster.courier import Courier
-from multienv.cluster.frames import Frame
-from multienv.cluster.ray_env import RayEnv
-from multienv.cluster.ray_vector_env import RayVectorEnv
-from multienv.cluster.relay import Relay
+from multienv._engine.cluster import courier, fleet, frames, relay
+from multienv._engine.cluster.courier import Courier
+from multienv._engine.cluster.frames import Frame
+from multienv._engine.cluster.relay import Relay
+from multienv.envs.ray_env import RayEnv
 from multienv.errors import ClosedError, NoCapacityError, WorkerHungError, WorkerLostError
 from multienv.testing import worker_pids
+from multienv.vector.ray_vector_env import RayVectorEnv
 
 pytestmark = pytest.mark.usefixtures("monitor_stays")
 HOLD = 0.1

@@ -10,7 +10,7 @@ from typing import Any
 from contract_envs import SLOW, UnevenEnv
 
 from multienv import RestartPolicy, SubprocessEnv
-from multienv.recovery import deadlines as limits
+from multienv._engine.recovery import deadlines as limits
 
 
 class ToldEnv(UnevenEnv):

@@ -23,10 +23,11 @@ from contract_envs import EchoEnv
 
 from kit import CounterEnv, assert_nothing_left, is_alive, kill_worker, snapshot_resources
 from kit.gates import GO, WAIT, GateEnv, gated_from_the_second_time
+from kit.limits import set_limit
 from kit.policies import constant
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import AsyncEnv, Deadlines, Recovery, RestartPolicy, SubprocessEnv
-from multienv.envs import async_env
+from multienv._engine.processes.launcher import MonitorClient
 from multienv.errors import (
     CallPendingError,
     ClosedError,
@@ -34,8 +35,6 @@ from multienv.errors import (
     WaitTimeout,
     WorkerHungError,
 )
-from multienv.processes.launcher import MonitorClient
-from multienv.recovery import pending
 
 TRUNCATE = RestartPolicy(on_crash="truncate", on_timeout="truncate")
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
@@ -237,7 +236,7 @@ async def test_the_deadline_of_one_step_is_for_that_step_alone(tmp_path: Path) -
 async def test_busy_is_not_hung(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
         await env.reset(seed=0)
-        monkeypatch.setattr(pending, "SILENCE", 0.5)
+        set_limit(monkeypatch, "SILENCE", 0.5)
         with caplog.at_level(logging.WARNING, "multienv"):
             step = await started(env, tmp_path)
             while not caplog.records:
@@ -306,7 +305,7 @@ async def test_a_reset_drops_a_cancelled_step_and_any_call_completes_a_cancelled
 async def test_a_cancelled_step_that_is_given_a_deadline_later_is_given_up_then(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(async_env, "_LOOK", 0.2)
+    set_limit(monkeypatch, "_LOOK", 0.2)
     async with AsyncEnv(partial(GateEnv, tmp_path), restart=TRUNCATE) as env:
         await env.reset(seed=0)
         await cancelled(await started(env, tmp_path))

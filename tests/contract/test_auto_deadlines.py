@@ -14,6 +14,7 @@ import pytest
 from contract_envs import HANGS, HANGS_ONCE, SLOW, UnevenEnv
 
 from kit import CounterEnv, Fault, FaultyEnv, first_difference
+from kit.limits import limit, set_limit
 from kit.trainer_process import Trainer
 from multienv import (
     AsyncEnv,
@@ -25,11 +26,9 @@ from multienv import (
     SubprocessVectorEnv,
     create_subprocess_envs,
 )
+from multienv._engine.recovery.state_machine import Kind, Request
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import UsageError, WaitTimeout, WorkerHungError
-from multienv.recovery import deadlines as limits
-from multienv.recovery import pending
-from multienv.recovery.state_machine import Kind, Request
 
 
 class ChanceAndUneven(UnevenEnv):
@@ -53,8 +52,8 @@ REPLAYS = RestartPolicy(snapshots=False)
 @pytest.fixture(autouse=True)
 def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in life, but for a tenth of the time."""
-    monkeypatch.setattr(limits, "LEAST", 0.3)
-    monkeypatch.setattr(pending, "LONGER", 5.0)
+    set_limit(monkeypatch, "LEAST", 0.3)
+    set_limit(monkeypatch, "LONGER", 5.0)
 
 
 def multi_env(directory: Path, **options: Any) -> Any:
@@ -179,7 +178,7 @@ def test_it_is_the_default_and_none_turns_it_off(tmp_path: Path) -> None:
 def test_a_silent_hang_is_told_of_before_it_is_ended_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pending, "SILENCE", 0.4)
+    set_limit(monkeypatch, "SILENCE", 0.4)
     with SubprocessEnv(partial(UnevenEnv, tmp_path), restart=REPLAYS) as env:
         env.reset(seed=5)
         for action in [0] * 70 + [SLOW]:
@@ -231,7 +230,7 @@ def test_an_env_that_is_slow_at_its_own_pace_is_waited_for(face: Any, asked: lis
     with face(tmp_path, restart=FORKS) as envs:
         envs.reset(seed=5)
         envs.set_attr("pause", 0.1)
-        for _ in range(limits.STEPS):
+        for _ in range(limit("STEPS")):
             envs.send([0] * len(asked), asked)
             envs.recv()
         envs.set_attr("pause", 0.6)
@@ -261,10 +260,10 @@ def test_a_deadline_that_is_given_with_a_step_is_kept(tmp_path: Path) -> None:
         for _ in range(70):
             env.step(0)
         env.step_async(HANGS)
-        supervisor_of(env).bound(limits.LEAST)
+        supervisor_of(env).bound(limit("LEAST"))
         with pytest.raises(WorkerHungError):
             env.step_wait()
-        assert env.statistics().last_loss.deadline == limits.LEAST
+        assert env.statistics().last_loss.deadline == limit("LEAST")
 
 
 def test_a_deadline_in_seconds_is_looked_at_from_the_first_moment_on(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from manager_envs import FailingResetEnv
 
 from kit import CounterEnv, SlowEnv
-from multienv.managers.config import EnvState
+from multienv.managers import EnvState
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from multienv.errors import (
     EnvsFailedError,
     ResetNeededError,
 )
-from multienv.managers.config import EnvState
+from multienv.managers import EnvState
 
 
 def play(manager: Any, action: int = 1) -> dict[int, list[Any]]:

@@ -14,7 +14,7 @@ from gymnasium.wrappers import TimeLimit, TransformReward
 
 from kit import CounterEnv, first_difference, kill_worker
 from multienv import MultiEnv, SerialEnv, SubprocessEnv, create_subprocess_envs
-from multienv.asking.fanout import FanOut
+from multienv._engine.asking.fanout import FanOut
 from multienv.errors import (
     ActionError,
     CallPendingError,

@@ -34,6 +34,7 @@ from kit import (
 )
 from kit.gates import GO, WAIT, GateEnv
 from kit.interruption import Interruption, Ledger, every_place
+from kit.limits import set_limit
 from kit.makers import multi_env, one_each
 from kit.side_by_side import info_of
 from kit.trainer_process import becomes_true
@@ -44,7 +45,7 @@ from multienv import (
     SubprocessVectorEnv,
     flat_statistics,
 )
-from multienv.asking.stream import Stream
+from multienv._engine.asking.stream import Stream
 from multienv.errors import (
     ActionError,
     CallPendingError,
@@ -54,7 +55,6 @@ from multienv.errors import (
     UsageError,
     WaitTimeout,
 )
-from multienv.processes import watch
 from multienv.testing import Killer, worker_pids
 
 NUM_ENVS = 4
@@ -158,7 +158,7 @@ def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(
     face: Any, spins: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the trainer sees the answer or is woken by a byte."""
-    monkeypatch.setattr(watch, "SPINS", spins)
+    set_limit(monkeypatch, "SPINS", spins)
     with face(ENV_FNS, restart=RestartPolicy(snapshot_every=5)) as envs:
         killer, calls = Killer(envs, seed=1), iter(range(10_000))
         found = at_own_pace(envs, 60, 1, between=lambda: next(calls) % 20 == 7 and killer.strike())

@@ -27,6 +27,7 @@ from kit import (
     rollout,
 )
 from kit.gates import GateEnv
+from kit.limits import set_limit
 from kit.process_table import is_alive
 from kit.side_by_side import run_side_by_side
 from kit.space_env import SpaceEnv
@@ -190,7 +191,7 @@ def test_an_env_that_owns_a_port_is_recycled_once_its_old_process_has_ended(
 def test_no_process_is_ended_by_plan_in_an_episode_that_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that can only be replaced by ending it first, and remembers more than a replay gives back, goes on."""
     # No reset but the first is told of, whatever it costs: else a replay from a later one might be tried.
-    monkeypatch.setattr("multienv.recovery.supervisor.LARGE_SHARE", 1e-12)
+    set_limit(monkeypatch, "LARGE_SHARE", 1e-12)
     events: list[Any] = []
     env_fns = [partial(Port, port, horizon, leaks=False) for port, horizon in zip(free_ports(2), (50, 70), strict=True)]
     policy = RestartPolicy(recycle_after_steps=70, backoff=0.0, journal_limit=12_000)

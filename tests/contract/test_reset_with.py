@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from contract_envs import task_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from kit import kill_worker
+from kit.replays import prefer_resets
 from kit.side_by_side import run_side_by_side
 from multienv import (
     AutoResetWrapper,
@@ -22,18 +22,12 @@ from multienv import (
     SubprocessEnv,
     SubprocessVectorEnv,
 )
-from multienv.recovery import journal, supervisor
 
 
 @pytest.fixture(params=["from the construction", "from a reset"])
 def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "from a reset":
-        monkeypatch.setattr(journal, "AFFORDABLE", 0.0)
-        lay_out = journal.Journal.lay_out
-        monkeypatch.setattr(
-            journal.Journal, "lay_out", lambda self, stride, slots, seconds=0.0: lay_out(self, stride, slots)
-        )
-        monkeypatch.setattr(supervisor, "SHARE", math.inf)
+        prefer_resets(monkeypatch)
     return str(request.param)
 
 

@@ -17,11 +17,11 @@ from multienv import (
     SubprocessEnv,
     SubprocessVectorEnv,
 )
+from multienv._engine.reports import store
+from multienv._engine.reports.read import load
+from multienv._engine.wire.shared_file import DATA_NAME, SharedFile
 from multienv.cli.env_functions import env_functions
 from multienv.errors import UsageError
-from multienv.reports import store
-from multienv.reports.read import load
-from multienv.wire.shared_file import DATA_NAME, SharedFile
 
 TABLE = np.random.default_rng(0).random(500_000)
 

@@ -15,7 +15,7 @@ from kit import CounterEnv, SpaceEnv, TokenSpace, digest_value
 from kit.gates import GateEnv
 from multienv import StackedSubprocessEnvManager
 from multienv.errors import EnvError, UsageError
-from multienv.managers.config import EnvState
+from multienv.managers import EnvState
 
 
 def test_each_env_gets_its_own_action() -> None:

@@ -22,7 +22,7 @@ from multienv import (
     SyncSubprocessEnvManager,
     create_subprocess_envs,
 )
-from multienv.processes.environment import THREAD_VARIABLES
+from multienv._engine.processes.environment import THREAD_VARIABLES
 
 CONTEXTS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
 

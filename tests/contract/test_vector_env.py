@@ -13,8 +13,7 @@ from gymnasium.vector import AutoresetMode
 from kit import CounterEnv, SameArrayEnv
 from kit.side_by_side import beside_gymnasium, expect_same, run_side_by_side
 from multienv import SerialVectorEnv, SubprocessVectorEnv
-from multienv.errors import ActionError, EnvsFailedError, UsageError
-from multienv.vector.batching import deal
+from multienv.errors import ActionError, EnvsFailedError
 
 FAMILIES = ("classic_control", "toy_text", "box2d", "mujoco")
 IDS = sorted(
@@ -108,16 +107,6 @@ def test_whatever_share_a_process_changes_nothing(own):
         assert sum(pair[0].envs_per_worker) == 5
         assert len(pair[0].envs_per_worker) <= own.get("max_concurrency", 5)
         run_side_by_side(*pair, 30)
-
-
-def test_one_worker_a_core_with_the_envs_dealt_out_evenly():
-    assert deal(7, "auto", cores=3) == [3, 2, 2]
-    assert deal(2, "auto", cores=4) == [1, 1]
-    assert deal(7, "auto", cores=4, max_concurrency=2) == [4, 3]
-    assert deal(7, 3, cores=1) == [3, 3, 1]
-    assert deal(7, 4, cores=1, max_concurrency=2) == [4, 3]
-    with pytest.raises(UsageError, match="makes 3 workers.*max_concurrency is 2"):
-        deal(7, 3, cores=1, max_concurrency=2)
 
 
 @both_faces

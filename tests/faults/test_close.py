@@ -44,8 +44,8 @@ from multienv import (
     SubprocessVectorEnv,
     create_subprocess_envs,
 )
+from multienv._engine.processes import worker_process
 from multienv.errors import ClosedError, WorkerLostError
-from multienv.processes import worker_process
 
 pytestmark = pytest.mark.usefixtures("monitor_stays")
 # close() asks for this long, then kills: stack (none), SIGTERM and SIGKILL within a second; doubled for a slow machine.

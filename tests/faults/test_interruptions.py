@@ -47,13 +47,13 @@ from multienv import (
     SubprocessEnv,
     SubprocessVectorEnv,
     create_subprocess_envs,
-    interrupts,
 )
-from multienv.asking.fanout import FanOut
+from multienv._engine import interrupts
+from multienv._engine.asking.fanout import FanOut
+from multienv._engine.recovery.healing import Healing
+from multienv._engine.recovery.supervisor import Supervisor
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import ClosedError, EnvsFailedError, ResetNeededError, WorkerLostError
-from multienv.recovery.healing import Healing
-from multienv.recovery.supervisor import Supervisor
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
 pytestmark = pytest.mark.filterwarnings(

@@ -24,8 +24,8 @@ from kit import CounterEnv, first_difference, is_alive, monitor_pid
 from kit.kill_points import KillPoint, why_not
 from kit.trainer_process import Trainer, becomes_true
 from multienv import Deadlines, SubprocessEnv
+from multienv._engine.native import native
 from multienv.events import Recovery
-from multienv.native import native
 
 pytestmark = pytest.mark.ci
 

@@ -16,9 +16,9 @@ from kit import CounterEnv, Fault, FaultyEnv, kill_worker
 from kit.gates import WAIT, GateEnv
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv._engine.recovery import pending, recoverer
+from multienv._engine.reports import store
 from multienv.events import Loss, Recovery
-from multienv.recovery import pending, recoverer
-from multienv.reports import store
 
 
 @pytest.mark.parametrize(

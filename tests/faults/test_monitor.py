@@ -15,9 +15,9 @@ import pytest
 from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, is_alive, kill_worker, monitor_pid
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from multienv._engine.processes.launcher import MonitorClient
+from multienv._engine.processes.protocol import LAUNCH
 from multienv.errors import MultienvError, WorkerLostError
-from multienv.processes.launcher import MonitorClient
-from multienv.processes.protocol import LAUNCH
 
 
 class limited_descriptors:  # noqa: N801 - used like a function

@@ -22,13 +22,13 @@ import pytest
 from kit import CounterEnv, SpaceEnv, kill_worker
 from kit.trainer_process import STUCK_AFTER
 from multienv import RestartPolicy, SubprocessEnv
+from multienv._engine.reports import store
+from multienv._engine.reports.read import load
+from multienv._engine.wire.banks import split_entries
+from multienv._engine.wire.messages import message_of
 from multienv.cli.env_functions import env_functions
 from multienv.errors import UsageError, WorkerLostError
 from multienv.events import Recovery
-from multienv.reports import store
-from multienv.reports.read import load
-from multienv.wire.banks import split_entries
-from multienv.wire.messages import message_of
 
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
 

@@ -20,9 +20,9 @@ from kit.process_table import alive
 from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv._engine.processes.launcher import Launch
 from multienv.errors import ClosedError, UsageError, WorkerLostError
 from multienv.events import Event, Recovery
-from multienv.processes.launcher import Launch
 
 gymnasium.register_envs(ale_py)
 

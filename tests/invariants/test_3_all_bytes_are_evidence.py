@@ -16,7 +16,7 @@ from world_envs import WAYS, FinalWorld, VectorRewards, WorldEnv
 
 from kit import kill_worker
 from multienv import Recovery, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
-from multienv.recovery.verification import same
+from multienv._engine.recovery.verification import same
 
 pytestmark = pytest.mark.usefixtures("monitor_stays")
 IN_ROWS = ("a dict in another order", "float64 in a float32 Box", "one pixel", "one of many pixels", "long doubles")

@@ -16,6 +16,7 @@ from faces import Face, assert_as_without_losses, counts
 from invariant_envs import CountsResets, with_thread
 
 from kit import CounterEnv, MemoryEnv, kill_worker
+from kit.limits import set_limit
 from kit.monitor import monitor_pid
 from kit.replays import prefer_resets
 from multienv import (
@@ -26,7 +27,6 @@ from multienv import (
     flat_statistics,
 )
 from multienv.errors import NotRestoredError
-from multienv.recovery import journal, supervisor
 
 NO_SNAPSHOTS = {"snapshots": False, "backoff": 0.0}
 
@@ -216,8 +216,8 @@ def test_replay_from_the_construction_that_has_forgotten_an_attribute_set_there_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The attribute was repeated in the process that has replaced the first one, and shows only later."""
-    monkeypatch.setattr(journal, "MOST_CALLS", 3)
-    monkeypatch.setattr(supervisor, "LARGE_SHARE", math.inf)  # every reset is told of
+    set_limit(monkeypatch, "MOST_CALLS", 3)
+    set_limit(monkeypatch, "LARGE_SHARE", math.inf)  # every reset is told of
     play = Play(MemoryEnv, restart=RestartPolicy(recycle_after_steps=20, **NO_SNAPSHOTS))
     play.env.set_attr("shows_after", 60)
     play.walk(22)

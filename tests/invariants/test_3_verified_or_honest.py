@@ -17,11 +17,11 @@ from faces import AND_ASYNC, KINDS, REPLAY, Face, assert_as_without_losses, asse
 from invariant_envs import FileEnv, HiddenGoalEnv
 
 from kit import CounterEnv, NondeterministicEnv, SpaceEnv, descendants, is_alive, kill_worker
+from kit.limits import set_limit
 from kit.replays import prefer_resets
 from kit.trainer_process import becomes_true
 from multienv import Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import UsageError, WorkerLostError
-from multienv.recovery import supervisor
 
 STAY = np.zeros(3, np.int64)
 
@@ -132,8 +132,8 @@ def test_what_envs_draw_from_generators_that_they_share_is_never_taken_for_exact
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay in which some of them begin later draws otherwise; it shows at the end of the episode alone."""
-    monkeypatch.setattr(supervisor, "SHARE", 1.0)
-    monkeypatch.setattr(supervisor, "LARGE_SHARE", 1.0)
+    set_limit(monkeypatch, "SHARE", 1.0)
+    set_limit(monkeypatch, "LARGE_SHARE", 1.0)
     env_fns = [partial(HiddenGoalEnv, horizon=horizon, count_episodes=False) for horizon in (60, 7, 9)]
     recycled = 70 if way == "recycled" else None
     policy = RestartPolicy(snapshots=False, journal_limit=12_000, recycle_after_steps=recycled)

@@ -21,10 +21,10 @@ from invariant_envs import MarksTheSecondLife, WaitsForTheSecondLife, hangs_in_i
 
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, is_alive, monitor_pid
 from kit.gates import gated_from_the_second_time
+from kit.limits import set_limit
 from kit.trainer_process import becomes_true
 from multienv import Deadlines
 from multienv.errors import ClosedError, WaitTimeout, WorkerHungError
-from multienv.recovery import recoverer
 
 # To take a stack, to end the process and to launch another, on a machine that is busy with other things.
 GRACE = 4.0
@@ -149,7 +149,7 @@ def test_a_replay_that_hangs_is_given_up_by_the_deadline_of_its_kind(
     second: dict[str, Any], limits: Deadlines, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then another process is tried: the whole of Deadlines.recovery, two minutes, is not waited for."""
-    monkeypatch.setattr(recoverer, "REPLAY_GRACE", 0.2)
+    set_limit(monkeypatch, "REPLAY_GRACE", 0.2)
     env_fn = partial(hangs_in_its_second_life, marker, **second)
     with Face("vector_env", [env_fn], deadlines=limits, restart=REPLAY) as face:
         face.reset(0)

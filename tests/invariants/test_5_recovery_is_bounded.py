@@ -18,10 +18,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from invariant_envs import CrashesLater, FailsInNewProcesses, HangsInLongReplays, Leaking
 
 from kit import CounterEnv, NondeterministicEnv, SlowEnv, kill_worker
+from kit.limits import set_limit
 from kit.replays import prefer_resets
 from kit.side_by_side import run_side_by_side
 from multienv import Deadlines, Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
-from multienv.recovery import supervisor
 
 gymnasium.register_envs(ale_py)
 
@@ -117,7 +117,7 @@ def test_a_replacement_by_plan_whose_replay_fails_is_put_off_at_once(hangs: bool
 
 def test_what_came_before_a_replacement_is_not_replayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the envs are young: or what a replacement had got rid of would leak again."""
-    monkeypatch.setattr(supervisor, "LARGE_SHARE", math.inf)  # every reset is told of
+    set_limit(monkeypatch, "LARGE_SHARE", math.inf)  # every reset is told of
     events: list[Any] = []
     # The look after 64 requests finds it due, in the middle of an episode.
     policy = RestartPolicy(snapshots=False, recycle_after_steps=55)
@@ -162,7 +162,7 @@ def test_resets_and_renderings_count_among_the_seconds_that_a_replay_may_take(sl
 
 def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one begins at the construction, because so little was done since; it has no deadline of its own."""
-    monkeypatch.setattr(supervisor, "SHARE", math.inf)  # every reset is told of
+    set_limit(monkeypatch, "SHARE", math.inf)  # every reset is told of
     env_fn = partial(HangsInLongReplays, tmp_path / "marker")
     with SubprocessEnv(env_fn, restart=RestartPolicy(snapshots=False), deadlines=Deadlines(recovery=5.0)) as env:
         recovery = play(env, 8, 5, killed_in=2)
@@ -174,7 +174,7 @@ def test_a_replay_in_which_the_env_crashes_twice_is_given_up_for_a_shorter_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it crashes: an env that does so at random hardly comes to the end of a long one."""
-    monkeypatch.setattr(supervisor, "SHARE", math.inf)  # every reset is told of
+    set_limit(monkeypatch, "SHARE", math.inf)  # every reset is told of
     with SubprocessEnv(
         partial(CrashesLater, tmp_path / "builds"), restart=RestartPolicy(snapshots=False, backoff=0.0)
     ) as env:

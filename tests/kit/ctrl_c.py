@@ -11,8 +11,8 @@ from pathlib import Path
 
 import multienv
 from kit.trainer_process import STUCK_AFTER, becomes_true
-from multienv.processes import worker_process
-from multienv.wire.segment import TRAINER_SLEEPS
+from multienv._engine.processes import worker_process
+from multienv._engine.wire.segment import TRAINER_SLEEPS
 
 PACKAGE = str(Path(multienv.__file__).parent)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import multienv
 from kit import CounterEnv, first_difference
-from multienv import interrupts
+from multienv._engine import interrupts
 
 PACKAGE = str(Path(multienv.__file__).parent)
 # Written in Python: an exception inside leaves a lock held for ever.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 from kit.leaks import Ignored, multiprocessing_helpers
-from multienv.processes import launcher
+from multienv._engine.processes import launcher
 
 
 def monitor_process() -> subprocess.Popen[bytes]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from multienv.recovery import journal, supervisor
+from multienv._engine.recovery import journal, supervisor
 
 
 def prefer_resets(patch: pytest.MonkeyPatch) -> None:

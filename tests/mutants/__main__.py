@@ -110,7 +110,7 @@ def run_pytest(tree: Path, tests: Sequence[str], *, limit: float) -> tuple[int |
     command += [f"--timeout={TEST_LIMIT}", "-o", f"faulthandler_timeout={TEST_LIMIT + 15}"]
     command += [f"--ignore={one}" for one in IGNORED]
     # Else an editable installation lends the tree its extension, which does what a broken reference should do.
-    is_pure = str(int(not any((tree / "multienv").glob("_native*.so"))))
+    is_pure = str(int(not any((tree / "multienv" / "_engine").glob("_native*.so"))))
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [*command, *tests],

@@ -56,14 +56,14 @@ MUTANTS = [
     Mutant(
         "After an error has ended the episode, step() goes on in a new process instead of asking for a reset.",
         1,
-        "recovery/state_machine.py",
+        "_engine/recovery/state_machine.py",
         "    if kind is not Kind.STEP or state.episode in (Episode.RUNNING, Episode.TRUNCATED):\n",
         "    if kind is not Kind.STEP or state.episode is not Episode.ENDED:\n",
     ),
     Mutant(
         "A truncation that a call has left pending is forgotten: the next step goes on in a new process.",
         1,
-        "recovery/state_machine.py",
+        "_engine/recovery/state_machine.py",
         "skipped=tuple(owed), losses=0",
         "losses=0",
         _of(3),
@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "A step of some envs of a worker ends the episodes of the others.",
         1,
-        "worker/stepper.py",
+        "_engine/worker/stepper.py",
         "            if error.args == (LEFT_ALONE,):\n                return\n",
         "",
         STEPS_OF_SOME,
@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "A truncation that an env is still to be told of is forgotten when others of its worker are stepped.",
         1,
-        "recovery/state_machine.py",
+        "_engine/recovery/state_machine.py",
         "pending_truncations = tuple(one for one in state.pending_truncations if not request.touches(one[0]))",
         "pending_truncations = ()",
         STEPS_OF_SOME,
@@ -87,14 +87,14 @@ MUTANTS = [
     Mutant(
         "The episode of a single env counts as running after a truncation.",
         1,
-        "recovery/state_machine.py",
+        "_engine/recovery/state_machine.py",
         "ended = event.ended and not rules.resets_itself and rules.slots == 1",
         "ended = False",
     ),
     Mutant(
         "With NEXT_STEP autoreset a batch resets one step early.",
         1,
-        "worker/stepper.py",
+        "_engine/worker/stepper.py",
         'if self._group.autoreset != "SAME_STEP":',
         'if self._group.autoreset == "DISABLED":',
         ("tests/contract/test_vector_env.py",),
@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant(
         "With SAME_STEP autoreset a batch loses the final observation.",
         1,
-        "worker/stepper.py",
+        "_engine/worker/stepper.py",
         'return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}',
         'return observation, {"final_info": final_info, **(info or {})}',
         ("tests/contract/test_vector_env.py",),
@@ -111,21 +111,21 @@ MUTANTS = [
     Mutant(
         "Steps on the hot path are not recorded in the journal.",
         2,
-        "recovery/hot_path.py",
+        "_engine/recovery/hot_path.py",
         "journal.entries[number] = bytes(buffers.records[side])",
         "pass",
     ),
     Mutant(
         "Native code: steps on the hot path are not recorded in the journal.",
         2,
-        "_native.c",
+        "_engine/_native.c",
         "int failed = entry == NULL || PyDict_SetItem(*hot->entries, number, entry) < 0;",
         "int failed = entry == NULL;",
     ),
     Mutant(
         "Native code: each worker is given the actions of the first.",
         2,
-        "_native.c",
+        "_engine/_native.c",
         "(char *)self->view.buf + start * row, size",
         "(char *)self->view.buf, size",
         ("tests/contract/test_vector_env.py",),
@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant(
         "Native code: infos of numbers are left out.",
         2,
-        "_native.c",
+        "_engine/_native.c",
         "    if (is_plain && length) {\n",
         "    if (is_plain && length < 0) {\n",
         ("tests/contract/test_infos.py",),
@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "Native code: a worker takes the end of an episode for a step like any other.",
         2,
-        "_native.c",
+        "_engine/_native.c",
         "for (int flag = 2; flag < 4; flag++)",
         "for (int flag = 3; flag < 4; flag++)",
         ("tests/contract/test_vector_env.py",),
@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(
         "A replay cannot begin at a reset inside a rollout.",
         5,
-        "recovery/rollouts.py",
+        "_engine/recovery/rollouts.py",
         "reply.starts.append((number, answers.generators))",
         "pass",
         ("tests/faults/test_rollouts_and_kills.py",),
@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "After a step of a rollout that shows nothing the next one shows what was there before.",
         3,
-        "recovery/rollouts.py",
+        "_engine/recovery/rollouts.py",
         'scratch.show(aside, {**scratch.shown(aside), "seen": number})',
         "pass",
         ("tests/simulation/test_faults_and_programs.py",),
@@ -165,14 +165,14 @@ MUTANTS = [
     Mutant(
         "The step that was asked again after a loss is not recorded.",
         2,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "        if (not is_call or is_recorded(message)) and number",
         "        if ((not is_call and message is not None) or is_recorded(message)) and number",
     ),
     Mutant(
         "A reply that is read again after Ctrl-C is recorded again, with what was laid over its rows.",
         2,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         " and number not in journal.entries:",
         ":",
         ("tests/simulation/test_interruptions.py",),
@@ -180,21 +180,21 @@ MUTANTS = [
     Mutant(
         "Calls that may change the env are not recorded.",
         2,
-        "wire/messages.py",
+        "_engine/wire/messages.py",
         "(isinstance(message, Call) and message.recorded)",
         "(isinstance(message, Call) and not message.recorded)",
     ),
     Mutant(
         "A trimmed journal still claims to reach back to the construction of the envs.",
         2,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "histories.append(History(tuple(kept), history.ended, is_whole))",
         "histories.append(History(tuple(kept), history.ended, history.is_whole))",
     ),
     Mutant(
         "The journal forgets what the newest forked snapshot needs.",
         2,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "min(wanted + [snapshot + 1] * bool(snapshot), default=self.last + 1)",
         "min(wanted, default=self.last + 1)",
         UNIT_JOURNAL,
@@ -202,14 +202,14 @@ MUTANTS = [
     Mutant(
         "The last request is left out of a replay.",
         2,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "return list(takewhile(lambda one: one >= front, reversed(self.entries)))[::-1]",
         "return list(takewhile(lambda one: one >= front, reversed(self.entries)))[:0:-1]",
     ),
     Mutant(
         "Calls and attributes set before the first request of a replay are not repeated.",
         2,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "tuple(payload for number, payload in self._kept_calls.items() if number < front),",
         "(),",
         SIMULATED_STARTS,
@@ -217,7 +217,7 @@ MUTANTS = [
     Mutant(
         "A replay does not put back the generators of an env before the reset that it begins with.",
         2,
-        "worker/starts.py",
+        "_engine/worker/starts.py",
         "                seeding.restore(self._envs[slot], generators)\n",
         "                pass\n",
         SIMULATED_STARTS,
@@ -225,7 +225,7 @@ MUTANTS = [
     Mutant(
         "A replay from the construction on does not put back generators that a constructor has made without a seed.",
         2,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "bisect_left(numbers, one.number), one.generators, waits=slot in resets)",
         'bisect_left(numbers, one.number), b"" if self.is_whole else one.generators, waits=slot in resets)',
         ("tests/contract/test_without_seeds.py",),
@@ -233,7 +233,7 @@ MUTANTS = [
     Mutant(
         "Envs take part in a replay from its first request on, before the reset that they begin with.",
         2,
-        "worker/host.py",
+        "_engine/worker/host.py",
         "skipped = group.waiting = {start.slot for start in message.starts if start.waits}",
         "skipped = group.waiting = {start.slot for start in message.starts if start.entry < 0}",
         ("tests/invariants/test_3_verified_or_honest.py",),
@@ -241,7 +241,7 @@ MUTANTS = [
     Mutant(
         "An env begins a replay one request after its reset.",
         2,
-        "worker/host.py",
+        "_engine/worker/host.py",
         "for start in message.starts if start.entry == index}",
         "for start in message.starts if start.entry == index - 1}",
         SIMULATED_STARTS,
@@ -249,7 +249,7 @@ MUTANTS = [
     Mutant(
         "A reset that raised is told of as one at which a replay can begin.",
         2,
-        "worker/env_group.py",
+        "_engine/worker/env_group.py",
         "            self.starts.forget(slot)\n",
         "            pass\n",
         ("tests/unit/test_worker_starts.py",),
@@ -257,7 +257,7 @@ MUTANTS = [
     Mutant(
         "What an env showed before the reset that its replay begins with is compared.",
         2,
-        "recovery/verification.py",
+        "_engine/recovery/verification.py",
         "waiting = {slot for slot, start in starts.items() if index < start}",
         "waiting = set()",
         SIMULATED_STARTS,
@@ -265,7 +265,7 @@ MUTANTS = [
     Mutant(
         "Of the step in which an env began an episode with SAME_STEP the end of the one before is compared, too.",
         2,
-        "recovery/verification.py",
+        "_engine/recovery/verification.py",
         "starting = set() if exact else {slot for slot, start in starts.items() if index == start}",
         "starting = set()",
         SIMULATED_STARTS,
@@ -273,7 +273,7 @@ MUTANTS = [
     Mutant(
         "A woken snapshot leaves out the first request that came after it was taken.",
         2,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         "plan = None if fate.snapshot is None else since(fate.snapshot)",
         "plan = None if fate.snapshot is None else since(fate.snapshot + 1)",
         _of(3),
@@ -281,7 +281,7 @@ MUTANTS = [
     Mutant(
         "A single env's observation is a view of shared memory, which later steps overwrite.",
         2,
-        "wire/codecs.py",
+        "_engine/wire/codecs.py",
         "bank.view, start).copy for bank",
         "bank.view, start).view for bank",
     ),
@@ -297,7 +297,7 @@ MUTANTS = [
     Mutant(
         "The number of an env's episodes is not put back with its generators.",
         2,
-        "worker/seeding.py",
+        "_engine/worker/seeding.py",
         "random.Random, EpisodeCount)\n",
         "random.Random)\n",
         ("tests/contract/test_reset_with.py",),
@@ -306,28 +306,28 @@ MUTANTS = [
     Mutant(
         "A replay is not compared with what the caller saw.",
         3,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         "found = differences(plan.entries, answered, codec.layout, exact=codec.exact, starts=starts)",
         "found = {}",
     ),
     Mutant(
         "A replay is compared without the rewards.",
         3,
-        "recovery/verification.py",
+        "_engine/recovery/verification.py",
         '        ("the reward differs", layout.rewards, 8, going_on),\n',
         "",
     ),
     Mutant(
         "A replay is compared without observations that travel as a payload.",
         3,
-        "recovery/verification.py",
+        "_engine/recovery/verification.py",
         "        elif before != after:\n",
         "        elif len(before) != len(after):\n",
     ),
     Mutant(
         "A digest covers half of the bytes of a row.",
         3,
-        "wire/digests.py",
+        "_engine/wire/digests.py",
         "        padded[:, :width] = octets\n",
         "        padded[:, : width // 2] = octets[:, : width // 2]\n",
         EVIDENCE,
@@ -335,7 +335,7 @@ MUTANTS = [
     Mutant(
         "The native digest covers half of the bytes of a block.",
         3,
-        "_native.c",
+        "_engine/_native.c",
         "place < BLOCK_WORDS; place++) { /* compilers",
         "place < BLOCK_WORDS / 2; place++) { /* compilers",
         ("tests/unit/test_wire_banks.py",),
@@ -343,7 +343,7 @@ MUTANTS = [
     Mutant(
         "A value that does not pickle to the same bytes twice counts as comparable.",
         3,
-        "wire/digests.py",
+        "_engine/wire/digests.py",
         "    if one != other:\n        raise IncomparableError(type(value).__name__)\n",
         "",
         EVIDENCE,
@@ -351,7 +351,7 @@ MUTANTS = [
     Mutant(
         "Values that cannot be compared count as equal where all bytes of the entries are equal.",
         3,
-        "recovery/verification.py",
+        "_engine/recovery/verification.py",
         "if recorded == replayed and MARK not in recorded:",
         "if recorded == replayed:",
         EVIDENCE,
@@ -359,7 +359,7 @@ MUTANTS = [
     Mutant(
         "The observation that ends an episode is not compared if the next one begins in the same step.",
         3,
-        "recovery/verification.py",
+        "_engine/recovery/verification.py",
         '        parts.append(("the final observation differs", layout.finals, 8, going_on))\n',
         "        pass\n",
         EVIDENCE,
@@ -367,7 +367,7 @@ MUTANTS = [
     Mutant(
         "The code of a replay is not compared with that of the lost process.",
         3,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         "                self._compare_code(build, channel, progress)\n",
         "",
         CODE,
@@ -375,7 +375,7 @@ MUTANTS = [
     Mutant(
         "A replay by edited code counts as exact.",
         3,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "not (plan.resets or progress.changed)",
         "not plan.resets",
         CODE,
@@ -383,7 +383,7 @@ MUTANTS = [
     Mutant(
         "A replay by edited code is taken where only exact recoveries are.",
         3,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         '        if self._policy.accept == "exact":\n',
         "        if False:\n",
         CODE,
@@ -391,7 +391,7 @@ MUTANTS = [
     Mutant(
         "A module that was preloaded counts as imported when the worker built its envs.",
         3,
-        "processes/template.py",
+        "_engine/processes/template.py",
         "    source_files.note(began)\n",
         "",
         CODE,
@@ -399,7 +399,7 @@ MUTANTS = [
     Mutant(
         "A file that is written while it may be imported counts as known.",
         3,
-        "worker/source_files.py",
+        "_engine/worker/source_files.py",
         "_UNKNOWN if status.st_mtime_ns > began else status.st_size",
         "status.st_size",
         ("tests/unit/test_source_files.py",),
@@ -407,7 +407,7 @@ MUTANTS = [
     Mutant(
         "On another machine the times of files are compared, too.",
         3,
-        "worker/source_files.py",
+        "_engine/worker/source_files.py",
         "first = 0 if host == other_host else 1",
         "first = 0",
         ("tests/unit/test_source_files.py",),
@@ -415,7 +415,7 @@ MUTANTS = [
     Mutant(
         "A build that raises in a recovery is not tried again.",
         3,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         "if left < 2 * _LEAST_PAUSE or",
         "if True or",
         CODE,
@@ -423,7 +423,7 @@ MUTANTS = [
     Mutant(
         "With autoreset, a step whose envs cannot be built raises, and the episode never ends.",
         3,
-        "recovery/state_machine.py",
+        "_engine/recovery/state_machine.py",
         "        return _without_new_envs(after, rules, Instruction.NOTHING)\n",
         "        pass\n",
         CODE,
@@ -431,7 +431,7 @@ MUTANTS = [
     Mutant(
         "After a reset whose env could not be built, a new env is stepped without a reset.",
         1,
-        "recovery/state_machine.py",
+        "_engine/recovery/state_machine.py",
         "episode = _not_begun(state) if rules.slots == 1 and not rules.resets_itself else state.episode",
         "episode = state.episode",
         CODE,
@@ -439,7 +439,7 @@ MUTANTS = [
     Mutant(
         "A replay from a reset counts as exact.",
         3,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "progress.is_exact = plan is None or not (plan.resets or progress.changed)",
         "progress.is_exact = True",
         REPLAYED,
@@ -447,7 +447,7 @@ MUTANTS = [
     Mutant(
         "A replay from a reset is taken by a user who accepts exact recoveries alone.",
         3,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         'only_whole = self._policy.accept == "exact"',
         "only_whole = False",
         REPLAYED,
@@ -455,7 +455,7 @@ MUTANTS = [
     Mutant(
         "A replay that strays from what was seen leaves no trace of the memory that it shows.",
         3,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         "            if slot in found and is_comparable(found[slot]):\n",
         "            if False:\n",
         REPLAYED,
@@ -463,7 +463,7 @@ MUTANTS = [
     Mutant(
         "The workers of a batch do not tell each other of a memory.",
         3,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "        self.position.journal.memory = other.position.journal.memory\n",
         "        pass\n",
         REPLAYED,
@@ -471,7 +471,7 @@ MUTANTS = [
     Mutant(
         "An env that has shown a memory is replaced by plan in the middle of an episode.",
         3,
-        "recovery/replacement.py",
+        "_engine/recovery/replacement.py",
         "    if memory.has_shown and not is_anew:\n        return Replacement(progress, memory.reservation)\n",
         "",
         REPLAYED,
@@ -479,7 +479,7 @@ MUTANTS = [
     Mutant(
         "A replacement by plan takes new envs, whichever recoveries are accepted.",
         3,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "        return self.takes_new_envs and (resetting or self.is_between_episodes())\n",
         "        return resetting or self.is_between_episodes()\n",
         REPLAYED,
@@ -487,7 +487,7 @@ MUTANTS = [
     Mutant(
         "A memory that new envs do not have is lost in silence.",
         3,
-        "recovery/memory.py",
+        "_engine/recovery/memory.py",
         "        if self.has_shown and not self._is_loss_logged:\n",
         "        if False:\n",
         REPLAYED,
@@ -495,7 +495,7 @@ MUTANTS = [
     Mutant(
         "A replay from the construction leaves out what an env did before its first reset that did not raise.",
         2,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "one.generators, waits=slot in resets)",
         "one.generators, waits=True)",
         REPLAYED,
@@ -503,7 +503,7 @@ MUTANTS = [
     Mutant(
         "A replay that has forgotten an attribute counts as exact.",
         3,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "            if number < self.first:  # repeated",
         "            if False:  # repeated",
         REPLAYED,
@@ -511,7 +511,7 @@ MUTANTS = [
     Mutant(
         "What an instance of a subclass holds beside its items is not compared.",
         3,
-        "wire/digests.py",
+        "_engine/wire/digests.py",
         '_parts_of_pairs(getattr(value, "__dict__", None) or {})',
         "_parts_of_pairs({})",
         EVIDENCE,
@@ -519,7 +519,7 @@ MUTANTS = [
     Mutant(
         "What an instance of a subclass holds in slots is not compared.",
         3,
-        "wire/digests.py",
+        "_engine/wire/digests.py",
         "    for member in _members_of(kind):\n",
         "    for member in ():\n",
         EVIDENCE,
@@ -527,7 +527,7 @@ MUTANTS = [
     Mutant(
         "What a class itself says of its pickle is not compared.",
         3,
-        "wire/digests.py",
+        "_engine/wire/digests.py",
         "    if _has_its_own_way(kind, base):\n",
         "    if False:\n",
         EVIDENCE,
@@ -535,7 +535,7 @@ MUTANTS = [
     Mutant(
         "Of a subclass of list, what it shows by iteration is compared, not what it has.",
         3,
-        "wire/digests.py",
+        "_engine/wire/digests.py",
         "    for item in kind.__iter__(value):\n",
         "    for item in value:\n",
         ("tests/unit/test_verification.py",),
@@ -543,7 +543,7 @@ MUTANTS = [
     Mutant(
         "Bytes of long doubles that say nothing are compared.",
         3,
-        "wire/rows.py",
+        "_engine/wire/rows.py",
         ' and dtype.char not in "gG"',
         "",
         EVIDENCE,
@@ -551,7 +551,7 @@ MUTANTS = [
     Mutant(
         "The construction is forgotten before the first snapshot stands.",
         2,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "is_kept = since_built <= longest or (forks and not snapshot)",
         "is_kept = since_built <= longest",
         UNIT_JOURNAL,
@@ -559,7 +559,7 @@ MUTANTS = [
     Mutant(
         "The construction is forgotten when a snapshot stands, though no later start does.",
         2,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "not (snapshot and stands and not self.memory.has_shown)",
         "not (snapshot and not self.memory.has_shown)",
         UNIT_JOURNAL,
@@ -567,7 +567,7 @@ MUTANTS = [
     Mutant(
         "The construction is forgotten when one slot of a batch has a later start.",
         2,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "and all(history.proven() for history in self.histories)",
         "and any(history.proven() for history in self.histories)",
         UNIT_JOURNAL,
@@ -575,7 +575,7 @@ MUTANTS = [
     Mutant(
         "A replay that repeats all requests for one slot of a batch takes the others from a reset.",
         3,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         " or repeats_all)",
         ")",
         UNIT_JOURNAL,
@@ -583,7 +583,7 @@ MUTANTS = [
     Mutant(
         "A woken snapshot that is killed at once leads to a replay, though its own snapshot stands.",
         2,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         "            if tries == 1 or progress.setback:\n",
         "            if tries:\n",
         ("tests/simulation/test_rare_branches.py", *REPLAYED),
@@ -591,7 +591,7 @@ MUTANTS = [
     Mutant(
         "A second SIGKILL in the same request gives up what the env remembers.",
         2,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)",
         "losses >= 1",
         SIMULATED_STARTS,
@@ -599,7 +599,7 @@ MUTANTS = [
     Mutant(
         "A call that raises in a replay alone is not seen.",
         3,
-        "recovery/verification.py",
+        "_engine/recovery/verification.py",
         "differs = (one.record[3] ^ other.record[3]) & RAISED",
         "differs = 0",
         ("tests/simulation/test_faults_and_programs.py",),
@@ -607,14 +607,14 @@ MUTANTS = [
     Mutant(
         "Envs of a batch whose replay differs are adopted as exact.",
         3,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "healing.because(what) for slot, what in found.mismatches.items()",
         "healing.because(what) for slot, what in ()",
     ),
     Mutant(
         "A woken snapshot whose replay differs is adopted as exact.",
         3,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         '        if mismatches:\n            sometimes("what follows a woken snapshot differs")\n'
         "            progress.setback = next(iter(mismatches.values()))\n"
         "            self._let_go(channel)\n            return None\n",
@@ -623,7 +623,7 @@ MUTANTS = [
     Mutant(
         "A replay begins at a reset though the caller has seen too little since to prove it.",
         3,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "tuple(one for one in self.starts if one.number < self.ended)",
         "self.starts",
         UNIT_JOURNAL,
@@ -631,7 +631,7 @@ MUTANTS = [
     Mutant(
         "After a replay has led elsewhere an env of a batch is still replayed from resets before that.",
         3,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "            journal.lose(lost)\n",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
@@ -639,14 +639,14 @@ MUTANTS = [
     Mutant(
         "The step of an env of a batch that is given up does not say that it is truncated.",
         3,
-        "recovery/answers.py",
+        "_engine/recovery/answers.py",
         "reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True",
         "reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, False",
     ),
     Mutant(
         "A request that ends every process is not recognised as poison.",
         3,
-        "recovery/state_machine.py",
+        "_engine/recovery/state_machine.py",
         "if count >= rules.poison_after}",
         "if count < 0}",
         ("tests/simulation/test_faults_and_programs.py",),
@@ -655,7 +655,7 @@ MUTANTS = [
     Mutant(
         "An env that keeps something in a pipe is forked.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)\n",
         "            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)\n            if stat.S_ISFIFO(status.st_mode):\n                continue\n",
         CENSUS,
@@ -663,7 +663,7 @@ MUTANTS = [
     Mutant(
         "An env that has a socket is forked.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)\n",
         "            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)\n            if stat.S_ISSOCK(status.st_mode):\n                continue\n",
         CENSUS,
@@ -671,7 +671,7 @@ MUTANTS = [
     Mutant(
         "An env that has a descriptor of an unknown kind is forked.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)\n",
         "            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)\n            if not stat.S_IFMT(status.st_mode):\n                continue\n",
         CENSUS,
@@ -679,7 +679,7 @@ MUTANTS = [
     Mutant(
         "An env that has a terminal is forked.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "{os.makedev(1, minor) for minor in (3, 5, 7, 8, 9)}",
         "{os.makedev(*each) for each in [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 2)]}",
         CENSUS,
@@ -687,7 +687,7 @@ MUTANTS = [
     Mutant(
         "An env that has a file open for reading and writing, such as a database, is forked.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "    if flags & os.O_ACCMODE == os.O_RDWR:\n",
         "    if False:\n",
         CENSUS,
@@ -695,7 +695,7 @@ MUTANTS = [
     Mutant(
         "An env that has a file of the kernel open is forked.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "    if status.st_dev in _kernel_devices():\n",
         "    if False:\n",
         CENSUS,
@@ -703,7 +703,7 @@ MUTANTS = [
     Mutant(
         "An env that holds a lock is forked.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         '"lock:" in Path(',
         '"none:" in Path(',
         CENSUS,
@@ -711,7 +711,7 @@ MUTANTS = [
     Mutant(
         "An env that holds a lock is forked where the kernel does not show all locks.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "(locked is None or status.st_ino in locked)",
         "(locked is not None and status.st_ino in locked)",
         CENSUS,
@@ -719,7 +719,7 @@ MUTANTS = [
     Mutant(
         "An env that has a timer is forked.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         '            if line.startswith("ID:"):\n',
         "            if False:\n",
         CENSUS,
@@ -727,7 +727,7 @@ MUTANTS = [
     Mutant(
         "An env that shares memory with others is forked.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "        if not is_read_only_file and not name.startswith(_OUR_MAPPING):\n",
         "        if False:\n",
         CENSUS,
@@ -735,7 +735,7 @@ MUTANTS = [
     Mutant(
         "Memory that another process writes to, and the env only reads, is taken for a file.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         " and not name.startswith(_MEMORY)\n",
         "\n",
         CENSUS,
@@ -743,7 +743,7 @@ MUTANTS = [
     Mutant(
         "What an env opens as its standard input is taken for the standard input.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "        if descriptor <= _STANDARD and (descriptor, *place) in standard:\n",
         "        if descriptor <= _STANDARD:\n",
         CENSUS,
@@ -751,7 +751,7 @@ MUTANTS = [
     Mutant(
         "A woken snapshot reads its files from their beginning.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "        os.lseek(anew, file.position, os.SEEK_SET)\n",
         "",
         CENSUS,
@@ -759,7 +759,7 @@ MUTANTS = [
     Mutant(
         "In a woken snapshot the duplicates of a file have positions of their own.",
         3,
-        "worker/census.py",
+        "_engine/worker/census.py",
         "        if file.same_as >= 0:\n",
         "        if False:\n",
         CENSUS,
@@ -767,7 +767,7 @@ MUTANTS = [
     Mutant(
         "A frozen snapshot has its files in common with its worker: positions, and locks that are taken later.",
         3,
-        "worker/snapshots.py",
+        "_engine/worker/snapshots.py",
         "            put_back(files)\n",
         "",
         OUTSIDE,
@@ -775,7 +775,7 @@ MUTANTS = [
     Mutant(
         "What an env asks outside is not listened to.",
         3,
-        "worker/asked.py",
+        "_engine/worker/asked.py",
         "        (sys.addaudithook if native is None else native.watch_audit_events)(self._hear)\n",
         "",
         ASKED,
@@ -783,7 +783,7 @@ MUTANTS = [
     Mutant(
         "What an env asks outside is not listened to by the native hook.",
         3,
-        "_native.c",
+        "_engine/_native.c",
         "PySys_AddAuditHook(hear_audit_event, Py_NewRef(heard)) < 0",
         "Py_NewRef(heard) == NULL",
         ASKED,
@@ -791,7 +791,7 @@ MUTANTS = [
     Mutant(
         "What a constructor asks outside forbids the snapshots of the episodes.",
         3,
-        "worker/asked.py",
+        "_engine/worker/asked.py",
         "        if number > 0 and words[SLOT]",
         "        if number and words[SLOT]",
         ASKED,
@@ -799,7 +799,7 @@ MUTANTS = [
     Mutant(
         "A connection that is closed within a step does not count as a server.",
         3,
-        "worker/asked.py",
+        "_engine/worker/asked.py",
         '("socket.connect", "socket.bind",',
         '("socket.bind",',
         ASKED,
@@ -807,7 +807,7 @@ MUTANTS = [
     Mutant(
         "A database that is closed within a step does not count.",
         3,
-        "worker/asked.py",
+        "_engine/worker/asked.py",
         ', "sqlite3.connect"),',
         "),",
         ASKED,
@@ -815,7 +815,7 @@ MUTANTS = [
     Mutant(
         "A file that is written and closed within a step does not count.",
         3,
-        "worker/asked.py",
+        "_engine/worker/asked.py",
         '    "open": FILES,\n',
         "",
         ASKED,
@@ -823,7 +823,7 @@ MUTANTS = [
     Mutant(
         "A file that is read and closed within a step forbids snapshots.",
         3,
-        "worker/asked.py",
+        "_engine/worker/asked.py",
         "        return 0\n    is_harmless",
         "        pass\n    is_harmless",
         ASKED,
@@ -831,7 +831,7 @@ MUTANTS = [
     Mutant(
         "A program that has ended within a step does not count.",
         3,
-        "worker/asked.py",
+        "_engine/worker/asked.py",
         '("subprocess.Popen", "os.system",',
         '("os.system",',
         ASKED,
@@ -839,7 +839,7 @@ MUTANTS = [
     Mutant(
         "A woken snapshot does not tell the trainer what its worker had asked.",
         3,
-        "worker/asked.py",
+        "_engine/worker/asked.py",
         "        words[ASKED] = self._number\n",
         "",
         ASKED,
@@ -847,7 +847,7 @@ MUTANTS = [
     Mutant(
         "A snapshot is taken of an env that has asked outside.",
         3,
-        "worker/snapshots.py",
+        "_engine/worker/snapshots.py",
         "self._asked.take() or self._take(number, 0)",
         "self._take(number, 0)",
         OUTSIDE,
@@ -855,7 +855,7 @@ MUTANTS = [
     Mutant(
         "A snapshot from before a connection was found is woken.",
         3,
-        "worker/snapshots.py",
+        "_engine/worker/snapshots.py",
         "                    self._drop()\n",
         "                    pass\n",
         OUTSIDE,
@@ -863,7 +863,7 @@ MUTANTS = [
     Mutant(
         "A snapshot from before an env asked outside is woken.",
         3,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "snapshot < self.segment.words[ASKED]:",
         "snapshot < 0:",
         ("tests/simulation/test_faults_and_programs.py::test_a_server_is_not_asked_again_by_a_woken_copy",),
@@ -871,7 +871,7 @@ MUTANTS = [
     Mutant(
         "On a cluster, a snapshot from before an env asked outside is woken.",
         3,
-        "cluster/relay.py",
+        "_engine/cluster/relay.py",
         "range(PID, PID + 8)",
         "range(PID, PID + 7)",
         ("tests/cluster/test_relay.py::test_trainer_learns_that_an_env_has_asked_outside_after_its_snapshot",),
@@ -880,28 +880,28 @@ MUTANTS = [
     Mutant(
         "Native code: the hot path takes whatever reply there is, whatever its number.",
         4,
-        "_native.c",
+        "_engine/_native.c",
         "while (!(is_there = atomic_load(reply) == request) && spins) {",
         "while (!(is_there = atomic_load(reply) > 0) && spins) {",
     ),
     Mutant(
         "The hot path takes whatever reply there is, whatever its number.",
         4,
-        "recovery/hot_path.py",
+        "_engine/recovery/hot_path.py",
         "if not supervisor.is_answered(number, until):",
         "if not words[REPLY]:",
     ),
     Mutant(
         "A channel takes whatever reply there is after it has slept, whatever its number.",
         4,
-        "processes/worker_process.py",
+        "_engine/processes/worker_process.py",
         "                if self.answered(number):  # read after",
         "                if words[REPLY]:  # read after",
     ),
     Mutant(
         "A worker that has missed its deadline is kept and waited for again.",
         4,
-        "recovery/pending.py",
+        "_engine/recovery/pending.py",
         'raise channel.kill(cause="hung", stack=True)',
         "return False",
         _of(5),
@@ -917,7 +917,7 @@ MUTANTS = [
     Mutant(
         "A change that is decided at own pace is forgotten if an exception comes while it is carried out.",
         8,
-        "asking/stream.py",
+        "_engine/asking/stream.py",
         "                self.decided(self)\n                self.decided = None\n",
         "                decided, self.decided = self.decided, None\n                decided(self)\n",
         OWN_PACE,
@@ -925,7 +925,7 @@ MUTANTS = [
     Mutant(
         "recv() returns all that is ready, whatever at_most says.",
         4,
-        "asking/stream.py",
+        "_engine/asking/stream.py",
         "        envs = list(islice(self._ready, most))\n",
         "        envs = list(self._ready)\n",
         OWN_PACE,
@@ -933,7 +933,7 @@ MUTANTS = [
     Mutant(
         "recv() returns all plain answers that have come, whatever at_most says.",
         4,
-        "asking/stream.py",
+        "_engine/asking/stream.py",
         "            if taken is not None and wanted <= len(taken.envs) <= most:\n",
         "            if taken is not None and wanted <= len(taken.envs):\n",
         OWN_PACE,
@@ -941,7 +941,7 @@ MUTANTS = [
     Mutant(
         "recv() returns what is ready at once, whatever k says.",
         4,
-        "asking/stream.py",
+        "_engine/asking/stream.py",
         "        while len(self._ready) < wanted:\n",
         "        while not self._ready:\n",
         OWN_PACE,
@@ -949,7 +949,7 @@ MUTANTS = [
     Mutant(
         "A member whose reset left out all its envs is not asked again.",
         5,
-        "asking/stream.py",
+        "_engine/asking/stream.py",
         "        if self._sharing.is_shared or not members <= ready.keys():\n",
         "        if False:\n",
         OWN_PACE,
@@ -958,14 +958,14 @@ MUTANTS = [
     Mutant(
         "The deadline of an env is not counted anew when another env of its process is called.",
         5,
-        "recovery/pending.py",
+        "_engine/recovery/pending.py",
         "if last != number or mark != before:\n            self._longest",
         "if last != number:\n            self._longest",
     ),
     Mutant(
         "A request that was ended by a deadline found from the times seen has no longer in the next process.",
         5,
-        "recovery/pending.py",
+        "_engine/recovery/pending.py",
         "self.limit = LONGER * limit",
         "self.limit = limit",
         ("tests/contract/test_auto_deadlines.py",),
@@ -973,7 +973,7 @@ MUTANTS = [
     Mutant(
         "A worker without a snapshot is ended as early as one with a snapshot.",
         5,
-        "recovery/pending.py",
+        "_engine/recovery/pending.py",
         "if is_found and not (self._replays and words[SNAPSHOT]):",
         "if False:",
         ("tests/contract/test_auto_deadlines.py",),
@@ -981,7 +981,7 @@ MUTANTS = [
     Mutant(
         "Time for which the trainer and a worker were stopped counts as the env's.",
         5,
-        "recovery/pending.py",
+        "_engine/recovery/pending.py",
         "elif is_found and now > again + limit / _LOOKS and self._excused",
         "elif False and self._excused",
         ("tests/contract/test_auto_deadlines.py",),
@@ -989,7 +989,7 @@ MUTANTS = [
     Mutant(
         "A hang is excused as often as the trainer looks late.",
         5,
-        "recovery/pending.py",
+        "_engine/recovery/pending.py",
         " and self._excused != (number, mark):",
         ":",
         ("tests/contract/test_auto_deadlines.py",),
@@ -997,7 +997,7 @@ MUTANTS = [
     Mutant(
         "What an env took is not noted, where its deadline is found from the times seen.",
         5,
-        "recovery/deadlines.py",
+        "_engine/recovery/deadlines.py",
         "        self._slowest[name] = seconds\n",
         "",
         ("tests/contract/test_auto_deadlines.py",),
@@ -1005,21 +1005,21 @@ MUTANTS = [
     Mutant(
         "The deadline of a step is not armed on the hot path.",
         5,
-        "recovery/hot_path.py",
+        "_engine/recovery/hot_path.py",
         "pending.until = None if limit is None else monotonic() + limit",
         "pending.until = None",
     ),
     Mutant(
         "Native code: the deadline of a step is not armed.",
         5,
-        "_native.c",
+        "_engine/_native.c",
         "until = limit == Py_None ? Py_NewRef(Py_None) : PyErr_Occurred() ? NULL : time_from_now(seconds);",
         "until = Py_NewRef(Py_None);",
     ),
     Mutant(
         "Native code: what is due between two requests is not seen to.",
         5,
-        "_native.c",
+        "_engine/_native.c",
         " && *hot->is_due == Py_False) {",
         ") {",
         ("tests/contract/test_recycling.py",),
@@ -1027,21 +1027,21 @@ MUTANTS = [
     Mutant(
         "The process that is asked again after a loss has what the lost one has left of the deadline.",
         5,
-        "recovery/pending.py",
+        "_engine/recovery/pending.py",
         "        if segment.words[REQUEST] != number:\n            self.arm()\n",
         "        if segment.words[REQUEST] != number:\n",
     ),
     Mutant(
         "A recovery has no deadline.",
         5,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         "progress.until = None if limit is None else time.monotonic() + limit",
         "progress.until = None",
     ),
     Mutant(
         "Restarts are not charged to the budget.",
         5,
-        "recovery/policy.py",
+        "_engine/recovery/policy.py",
         "        self._restarts.append(now)\n",
         "",
         ("tests/unit/test_policy.py",),
@@ -1049,7 +1049,7 @@ MUTANTS = [
     Mutant(
         "The limit of the journal counts the bytes of plain steps alone.",
         5,
-        "recovery/journal.py",
+        "_engine/recovery/journal.py",
         "        held = each * len(self.entries) + sum(self._longer.values())\n",
         "        held = each * len(self.entries)\n",
         UNIT_JOURNAL,
@@ -1057,7 +1057,7 @@ MUTANTS = [
     Mutant(
         "After a process was replaced by plan replays begin at the construction again.",
         5,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "            journal.go_on_from(plan)\n",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
@@ -1065,28 +1065,28 @@ MUTANTS = [
     Mutant(
         "SIGTERM is not followed by SIGKILL.",
         5,
-        "processes/monitor.py",
+        "_engine/processes/monitor.py",
         "(term + TERM_GRACE, signal.SIGKILL), last]",
         "last]",
     ),
     Mutant(
         "A worker that sleeps is not woken by a request.",
         5,
-        "processes/worker_process.py",
+        "_engine/processes/worker_process.py",
         'self._wake_socket.send(b"s", AT_ONCE)',
         "pass",
     ),
     Mutant(
         "A replay in which envs that share generators begin at different requests is believed.",
         3,
-        "worker/host.py",
+        "_engine/worker/host.py",
         "        if group.starts.has_drawn:\n",
         "        if False:\n",
     ),
     Mutant(
         "An interrupted recovery is charged to the budget once more.",
         5,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         "        if progress.begins_at is None:\n",
         "        if True:\n",
         ("tests/unit/test_policy.py",),
@@ -1094,7 +1094,7 @@ MUTANTS = [
     Mutant(
         "The first replay may use up the whole of Deadlines.recovery.",
         5,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         "                until = (time.monotonic() + until) / 2\n            progress.deaths.clear()",
         "                until = progress.until\n            progress.deaths.clear()",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
@@ -1102,7 +1102,7 @@ MUTANTS = [
     Mutant(
         "What a worker tells of itself ends on a cluster before the time of its resets.",
         5,
-        "cluster/relay.py",
+        "_engine/cluster/relay.py",
         "range(PID, PID + 8)",
         "range(PID, PID + 5)",
         ("tests/cluster/test_relay.py",),
@@ -1110,7 +1110,7 @@ MUTANTS = [
     Mutant(
         "Calls and renderings do not count among the seconds that a replay may take.",
         5,
-        "worker/host.py",
+        "_engine/worker/host.py",
         "                if is_recorded(message):\n",
         "                if False:\n",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
@@ -1126,21 +1126,21 @@ MUTANTS = [
     Mutant(
         "The neighbour of the env that ended the process is blamed.",
         6,
-        "processes/worker_process.py",
+        "_engine/processes/worker_process.py",
         "slot=words[SLOT] - 1,",
         "slot=words[SLOT] - 2,",
     ),
     Mutant(
         "In a batch the env that is stepped is not marked.",
         6,
-        "worker/stepper.py",
+        "_engine/worker/stepper.py",
         "                    words[SLOT] = mark\n",
         "",
     ),
     Mutant(
         "Equal arrays of two envs are one: what one env writes shows in the other.",
         6,
-        "wire/shared_pickle.py",
+        "_engine/wire/shared_pickle.py",
         "            used[place] += 1\n",
         "",
         ("tests/contract/test_shared_data.py",),
@@ -1149,7 +1149,7 @@ MUTANTS = [
     Mutant(
         "The monitor does not end after its last worker.",
         7,
-        "processes/monitor.py",
+        "_engine/processes/monitor.py",
         "if self._takes_orders and time.monotonic() >= self._ends_at:",
         "if False:",
         (f"{SEVEN}::test_the_last_close_leaves_nothing",),
@@ -1157,7 +1157,7 @@ MUTANTS = [
     Mutant(
         "The monitor does not kill a hanging worker that the trainer has let go of.",
         7,
-        "processes/monitor.py",
+        "_engine/processes/monitor.py",
         "                self._forsake(worker)\n            else:\n                worker.end(after=ORPHAN_GRACE)\n",
         "                self._forsake(worker)\n",
         (f"{SEVEN}::test_worker_that_hangs_ends_when_its_channel_is_released",),
@@ -1165,7 +1165,7 @@ MUTANTS = [
     Mutant(
         "A worker that hangs is not killed where nobody has called close().",
         7,
-        "processes/endings.py",
+        "_engine/processes/endings.py",
         "        if channel.give_up() and channel.patience:\n",
         "        if channel.patience:\n",
         (f"{SEVEN}::test_an_env_that_is_forgotten_while_it_hangs_leaves_nothing",),
@@ -1173,7 +1173,7 @@ MUTANTS = [
     Mutant(
         "A worker is given no time to close its envs where nobody has called close().",
         7,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "        channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close\n",
         "        channel.envs, channel.patience = self.reporter.env_in(-1), 0.5\n",
         ("tests/faults/test_close.py",),
@@ -1181,7 +1181,7 @@ MUTANTS = [
     Mutant(
         "The monitor does not look whether the trainer is alive, but waits for the end of its sockets.",
         7,
-        "processes/monitor.py",
+        "_engine/processes/monitor.py",
         "        if os.getppid() != self._trainer:\n            self._lose_trainer()\n",
         "",
         (f"{SEVEN}::test_no_worker_outlives_a_trainer_whose_descriptors_a_copy_of_it_holds",),
@@ -1189,7 +1189,7 @@ MUTANTS = [
     Mutant(
         "A worker outlives a monitor that is killed.",
         7,
-        "processes/forked.py",
+        "_engine/processes/forked.py",
         "    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
         "    prctl(_PR_SET_PDEATHSIG, 0)",
         ("tests/faults/test_monitor.py",),
@@ -1197,7 +1197,7 @@ MUTANTS = [
     Mutant(
         "Processes that a dead worker's env has started are not killed.",
         7,
-        "processes/monitor.py",
+        "_engine/processes/monitor.py",
         "        self._kill_adopted(adopted)\n",
         "",
         (f"{SEVEN}::test_what_an_env_has_started_ends_with_its_process",),
@@ -1205,7 +1205,7 @@ MUTANTS = [
     Mutant(
         "Nobody reaps the monitor.",
         7,
-        "processes/launcher.py",
+        "_engine/processes/launcher.py",
         "        code = self.process.wait()\n",
         "        code = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT).si_status\n",
         (f"{SEVEN}::test_the_last_close_leaves_nothing",),
@@ -1213,7 +1213,7 @@ MUTANTS = [
     Mutant(
         "close() leaves a descriptor open.",
         7,
-        "processes/worker_process.py",
+        "_engine/processes/worker_process.py",
         "            self._wake_socket.close()\n            self._fate.close()\n            if keep_memory:\n",
         "            self._wake_socket.close()\n            if keep_memory:\n",
         (f"{SEVEN}::test_the_last_close_leaves_nothing",),
@@ -1221,7 +1221,7 @@ MUTANTS = [
     Mutant(
         "Lost workers keep their descriptors while others are launched.",
         7,
-        "recovery/healing.py",
+        "_engine/recovery/healing.py",
         "        if found is None:\n            self.let_go()  #",
         "        if found is None:\n            pass  #",
         (
@@ -1231,7 +1231,7 @@ MUTANTS = [
     Mutant(
         "The monitor does not wait for a resource tracker that starts slowly.",
         7,
-        "processes/monitor.py",
+        "_engine/processes/monitor.py",
         "            until += TRACKER_GRACE\n",
         "",
         (f"{SEVEN}::test_shared_memory_of_an_env_goes_although_its_resource_tracker_starts_slowly",),
@@ -1239,7 +1239,7 @@ MUTANTS = [
     Mutant(
         "close() does not free kept snapshots.",
         7,
-        "recovery/checkpoint.py",
+        "_engine/recovery/checkpoint.py",
         "        for token in list(self._kept):\n            self.free(token)\n",
         "",
         (f"{SEVEN}::test_the_last_close_leaves_nothing",),
@@ -1247,7 +1247,7 @@ MUTANTS = [
     Mutant(
         "The file that workers share stays open when the last of them is closed.",
         7,
-        "wire/shared_pickle.py",
+        "_engine/wire/shared_pickle.py",
         "                if not file.users:\n",
         "                if file.users:\n",
         ("tests/contract/test_shared_data.py",),
@@ -1256,7 +1256,7 @@ MUTANTS = [
     Mutant(
         "Workers do not ignore SIGINT.",
         8,
-        "worker/main.py",
+        "_engine/worker/main.py",
         "signal.signal(signal.SIGINT, signal.SIG_IGN)",
         "signal.signal(signal.SIGINT, signal.default_int_handler)",
     ),
@@ -1270,14 +1270,14 @@ MUTANTS = [
     Mutant(
         "What was asked of some envs when Ctrl-C came, and not of the others, stays asked of them.",
         8,
-        "asking/members.py",
+        "_engine/asking/members.py",
         "                supervisor.take_back()\n",
         "                pass\n",
     ),
     Mutant(
         "Envs are recovered from a snapshot that has executed a request which was taken back.",
         8,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "snapshot > self.position.number:",
         "snapshot < 0:",
         ("tests/simulation/test_single_faults.py",),
@@ -1285,7 +1285,7 @@ MUTANTS = [
     Mutant(
         "Ctrl-C is raised in whatever line of the package it comes.",
         8,
-        "interrupts.py",
+        "_engine/interrupts.py",
         "and not module.startswith(_OF_USER):\n            return False\n",
         "and not module.startswith(_OF_USER):\n            is_decided = True\n",
         ("tests/invariants/test_8_sigint_costs_nothing.py",),
@@ -1293,7 +1293,7 @@ MUTANTS = [
     Mutant(
         "Ctrl-C that could not be raised at once is raised at the end of a call, or never.",
         8,
-        "interrupts.py",
+        "_engine/interrupts.py",
         "            _thread.start_new_thread(_repeat, (current, threading.get_ident()))\n",
         "            pass\n",
         ("tests/invariants/test_8_sigint_costs_nothing.py",),
@@ -1301,7 +1301,7 @@ MUTANTS = [
     Mutant(
         "Ctrl-C while a snapshot is taken costs the worker.",
         8,
-        "recovery/supervisor.py",
+        "_engine/recovery/supervisor.py",
         "    @interrupts.shielded\n    def ask_between",
         "    def ask_between",
         ("tests/invariants/test_8_sigint_costs_nothing.py",),
@@ -1309,7 +1309,7 @@ MUTANTS = [
     Mutant(
         "An interrupted step that is completed by the next call does not say so.",
         8,
-        "envs/calls.py",
+        "_engine/asking/calls.py",
         'if current.resumed and current.name == "step":',
         "if False:",
     ),
@@ -1317,28 +1317,28 @@ MUTANTS = [
     Mutant(
         "An error does not show the last lines of stderr.",
         9,
-        "processes/monitor.py",
+        "_engine/processes/monitor.py",
         "        worker.tail += data\n",
         "",
     ),
     Mutant(
         "An error does not tell the exit code.",
         9,
-        "processes/monitor.py",
+        "_engine/processes/monitor.py",
         "self._finish(worker, code)\n            for",
         "self._finish(worker, None)\n            for",
     ),
     Mutant(
         "The error of a loss does not tell the seed.",
         9,
-        "recovery/reporter.py",
+        "_engine/recovery/reporter.py",
         "seed=self.seed_of(slot, command),\n            pid=gone.pid,",
         "seed=None,\n            pid=gone.pid,",
     ),
     Mutant(
         "An exception of the env comes without its traceback.",
         9,
-        "reports/texts.py",
+        "_engine/reports/texts.py",
         "error.remote_traceback = failure.traceback",
         'error.remote_traceback = ""',
     ),
@@ -1346,42 +1346,42 @@ MUTANTS = [
     Mutant(
         "Workers that live at the same time have the same seeds.",
         10,
-        "envs/process_seeds.py",
+        "_engine/building/process_seeds.py",
         "        while (origin, number) in _living:\n            number += 1\n",
         "",
     ),
     Mutant(
         "The seeds of workers do not depend on the trainer's generators.",
         10,
-        "envs/process_seeds.py",
+        "_engine/building/process_seeds.py",
         "blake2b(pickle.dumps(state_of_process()), digest_size=16)",
         "blake2b(b'', digest_size=16)",
     ),
     Mutant(
         "All workers have the same seeds.",
         10,
-        "wire/messages.py",
+        "_engine/wire/messages.py",
         "return of_random, of_numpy & 0xFFFF_FFFF",
         "return 0, 0",
     ),
     Mutant(
         "A worker's generators are not seeded.",
         10,
-        "worker/host.py",
+        "_engine/worker/host.py",
         "            seeding.seed_process(message.seeds)\n",
         "            pass\n",
     ),
     Mutant(
         "The process that replaces a lost one has other seeds.",
         10,
-        "recovery/recoverer.py",
+        "_engine/recovery/recoverer.py",
         'message = replace(build, replacement=replacement, generators=generators, code=b"")',
         'message = replace(build, replacement=replacement, generators=generators, code=b"", seeds=(1, 2))',
     ),
     Mutant(
         "A woken snapshot draws other numbers from `random`.",
         10,
-        "worker/snapshots.py",
+        "_engine/worker/snapshots.py",
         "            random.setstate(drawn)\n",
         "",
     ),
@@ -1389,7 +1389,7 @@ MUTANTS = [
     Mutant(
         "The process of the next episode draws what that of the last one has drawn.",
         2,
-        "worker/starts.py",
+        "_engine/worker/starts.py",
         "        if first and not generators:\n",
         "        if False:\n",
         RECYCLING,
@@ -1397,7 +1397,7 @@ MUTANTS = [
     Mutant(
         "An env whose reset ends processes keeps its past.",
         3,
-        "recovery/replacement.py",
+        "_engine/recovery/replacement.py",
         "                worker.maintenance.spoil(slot)\n",
         "                pass\n",
         RECYCLING,
@@ -1405,7 +1405,7 @@ MUTANTS = [
     Mutant(
         "A new process is built beside the old one although that has failed.",
         7,
-        "recovery/maintenance.py",
+        "_engine/recovery/maintenance.py",
         "        self.ends_first = self.ends_first or not is_built\n",
         "",
         RECYCLING,
@@ -1421,7 +1421,7 @@ MUTANTS = [
     Mutant(
         "Shared memory that was there before the worker goes with it, if it came after the first worker.",
         7,
-        "processes/monitor.py",
+        "_engine/processes/monitor.py",
         "for name, first in self._older.items() if first <= launch}",
         "for name, first in self._older.items() if first == 0}",
         (SEVEN,),
@@ -1429,7 +1429,7 @@ MUTANTS = [
     Mutant(
         "The folders behind a link that stands for a temporary folder are changed.",
         7,
-        "processes/leftovers.py",
+        "_engine/processes/leftovers.py",
         "    if Path(folder).is_symlink():",
         "    if False:",
         (SEVEN,),
@@ -1437,7 +1437,7 @@ MUTANTS = [
     Mutant(
         "The folders behind a link that stands for the folder of all temporary folders are removed.",
         7,
-        "processes/monitor.py",
+        "_engine/processes/monitor.py",
         "[] if Path(self._folder).is_symlink() else os.listdir(self._folder)",
         "os.listdir(self._folder)",
         (SEVEN,),
@@ -1445,7 +1445,7 @@ MUTANTS = [
     Mutant(
         "A second thread takes part in a call.",
         4,
-        "asking/fanout.py",
+        "_engine/asking/fanout.py",
         '        if waits and self._owner.setdefault("thread", mine := get_ident()) != mine:\n',
         "        if False:\n",
         ("tests/contract/test_wrong_calls.py",),
@@ -1454,7 +1454,7 @@ MUTANTS = [
     Mutant(
         "The functions of a C library lose their declarations in a worker.",
         2,
-        "wire/reducers.py",
+        "_engine/wire/reducers.py",
         "    function.restype, function.argtypes, errcheck = prototype\n",
         "    errcheck = prototype[2]\n",
         SCRIPTS,
@@ -1462,7 +1462,7 @@ MUTANTS = [
     Mutant(
         "The fields of a structure are set after what needs its size.",
         2,
-        "wire/reducers.py",
+        "_engine/wire/reducers.py",
         "    if layout:  # set",
         "    attributes.update(layout)\n    if False:  # set",
         SCRIPTS,
@@ -1470,7 +1470,7 @@ MUTANTS = [
     Mutant(
         "A class with slots has none in a worker.",
         2,
-        "wire/reducers.py",
+        "_engine/wire/reducers.py",
         '        arguments[3]["__slots__"] = value.__slots__',
         "        pass",
         SCRIPTS,
@@ -1478,7 +1478,7 @@ MUTANTS = [
     Mutant(
         "A cached function of the main script is looked up in a worker by its name.",
         2,
-        "wire/reducers.py",
+        "_engine/wire/reducers.py",
         "def _lru_cache(value: Any) -> Any:\n    if _has_a_name(value):\n",
         "def _lru_cache(value: Any) -> Any:\n    if True:\n",
         SCRIPTS,
@@ -1486,7 +1486,7 @@ MUTANTS = [
     Mutant(
         "A class that was made with arguments travels by value, and cannot be made again.",
         9,
-        "wire/reducers.py",
+        "_engine/wire/reducers.py",
         "        raise PicklingError(",
         "        str(",
         SCRIPTS,
@@ -1494,7 +1494,7 @@ MUTANTS = [
     Mutant(
         "Classes of the main script travel by value beside those that a worker imports.",
         2,
-        "envs/pickling.py",
+        "_engine/building/pickling.py",
         "if isinstance(value, type | FunctionType | LruCache) and is_of_main(value)",
         "if isinstance(value, FunctionType) and is_of_main(value)",
         SCRIPTS,
@@ -1502,7 +1502,7 @@ MUTANTS = [
     Mutant(
         "A lambda takes along globals that cannot be pickled.",
         9,
-        "envs/pickling.py",
+        "_engine/building/pickling.py",
         "for name, one in used.items() if not self._can_be_pickled(one)",
         "for name, one in used.items() if False",
         SCRIPTS,
@@ -1510,7 +1510,7 @@ MUTANTS = [
     Mutant(
         "What is sent to a worker that imports the script is of classes that it has not.",
         2,
-        "envs/pickling.py",
+        "_engine/building/pickling.py",
         "            workers_import_main()\n",
         "",
         MAIN_SCRIPT,
@@ -1518,7 +1518,7 @@ MUTANTS = [
     Mutant(
         "A registered class that cannot be pickled is unknown in a worker.",
         9,
-        "worker/registrations.py",
+        "_engine/worker/registrations.py",
         "            if not unsent:\n",
         "            if True:\n",
         SCRIPTS,
@@ -1526,7 +1526,7 @@ MUTANTS = [
     Mutant(
         "Type hints of the main script are not resolved in a worker.",
         9,
-        "worker/main_module.py",
+        "_engine/worker/main_module.py",
         "    __dict__ = property(lambda _: _Names(_travelled))\n",
         "",
         SCRIPTS,
@@ -1534,7 +1534,7 @@ MUTANTS = [
     Mutant(
         "A report of an env that needs its script cannot be replayed.",
         9,
-        "worker/main_module.py",
+        "_engine/worker/main_module.py",
         "        stand_in(script)\n",
         "        pass\n",
         MAIN_SCRIPT,

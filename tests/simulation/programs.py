@@ -24,6 +24,7 @@ import numpy as np
 from kit.interruption import Interruption
 from kit.side_by_side import info_of
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv._engine.recovery import journal, supervisor
 from multienv.errors import (
     CallPendingError,
     EnvsFailedError,
@@ -34,7 +35,6 @@ from multienv.errors import (
     WorkerLostError,
 )
 from multienv.events import Recovery, Recycled
-from multienv.recovery import journal, supervisor
 from simulation.rare import Constants, constants_of
 from simulation.simulation import CRASHED, KILLED, Fault, SimulatedEnv, Simulation, is_in_process
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from multienv import Deadlines, RestartPolicy
-from multienv.recovery import deadlines as limits
-from multienv.recovery import hot_path, journal, pending, recoverer, state_machine, supervisor
-from multienv.wire import segment
+from multienv._engine.recovery import deadlines as limits
+from multienv._engine.recovery import hot_path, journal, pending, recoverer, state_machine, supervisor
+from multienv._engine.wire import segment
 
 LONGER = 3.0  # with "auto"
 

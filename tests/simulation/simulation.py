@@ -28,18 +28,17 @@ from typing import Any
 import numpy as np
 
 from kit import CounterEnv
-from multienv import cores
-from multienv.asking import endless, fanout, members
-from multienv.envs import building
-from multienv.events import LossCause
-from multienv.processes import launcher
-from multienv.processes.channel import Channel, Fate, Gone
-from multienv.processes.watch import Watched
-from multienv.recovery import hot_path
-from multienv.threads import Bell, Pool
-from multienv.wire.banks import STEP, STEPPED
-from multienv.wire.messages import Build
-from multienv.wire.segment import (
+from multienv._engine import cores
+from multienv._engine.asking import endless, fanout, members
+from multienv._engine.building import building
+from multienv._engine.processes import launcher
+from multienv._engine.processes.channel import Channel, Fate, Gone
+from multienv._engine.processes.watch import Watched
+from multienv._engine.recovery import hot_path
+from multienv._engine.threads import Bell, Pool
+from multienv._engine.wire.banks import STEP, STEPPED
+from multienv._engine.wire.messages import Build
+from multienv._engine.wire.segment import (
     ASKED,
     BUSY,
     PID,
@@ -52,9 +51,10 @@ from multienv.wire.segment import (
     WORKER_SLEEPS,
     Segment,
 )
-from multienv.worker import env_group, host
-from multienv.worker import rollouts as worker_rollouts
-from multienv.worker.host import Host
+from multienv._engine.worker import env_group, host
+from multienv._engine.worker import rollouts as worker_rollouts
+from multienv._engine.worker.host import Host
+from multienv.events import LossCause
 
 KILLED, CRASHED = -9, -11
 # What happens where an env is called.
@@ -291,7 +291,7 @@ class Simulation:
         bell: Bell | None = None,
         watched: Sequence[tuple[SimulatedChannel, int]] = (),
     ) -> list[int]:
-        """Stand in for ``multienv.processes.channel.wait_any``: let the first process that does not hang answer or die."""
+        """Stand in for ``multienv._engine.processes.channel.wait_any``: let the first process that does not hang answer or die."""
         for index, (channel, number) in enumerate([*waiting, *watched]):
             channel.execute(number)
             if channel.answered(number) or channel.attend():
@@ -356,7 +356,7 @@ class OneByOne(Pool):
 
 
 class SimulatedWatch:
-    """Stands in for ``multienv.processes.watch.Watch``: while it waits, one process after the other answers or dies."""
+    """Stands in for ``multienv._engine.processes.watch.Watch``: while it waits, one process after the other answers or dies."""
 
     def __init__(self, simulation: Simulation, bell: Bell) -> None:
         self.simulation, self.bell, self.has_waited = simulation, bell, True

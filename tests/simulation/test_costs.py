@@ -21,10 +21,10 @@ import pytest
 
 import multienv
 from multienv import MultiEnv, RestartPolicy, SubprocessVectorEnv, create_subprocess_envs
-from multienv.asking import fanout
+from multienv._engine.asking import fanout
+from multienv._engine.native import native
+from multienv._engine.wire.segment import REPLY, REQUEST, WORKER_SLEEPS
 from multienv.envs.subprocess_env import supervisor_of
-from multienv.native import native
-from multienv.wire.segment import REPLY, REQUEST, WORKER_SLEEPS
 from simulation.simulation import SimulatedChannel, Simulation, is_in_process
 
 PACKAGE = str(Path(multienv.__file__).parent)

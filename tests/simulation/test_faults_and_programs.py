@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from multienv import sometimes
+from multienv._engine import sometimes
 from simulation import programs
 from simulation.programs import FACES, Case, Run
 from simulation.rare import Constants

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import multienv
-from multienv import sometimes
+from multienv._engine import sometimes
 from simulation.managers import ENVS, ManagerCase, ManagerRun, manager_bases
 from simulation.programs import FACES, Case, Run
 from simulation.schedules import BRANCHES, CALLS, EPISODES, PACES, REPLAYS, ROLLOUTS, WITHOUT_REPLAY, bases, faults_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multienv import cores
+from multienv._engine import cores
 
 
 def system(root: Path, groups: str, files: dict[str, str]) -> Path:

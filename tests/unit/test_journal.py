@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kit.interruption import Interruption
+from multienv._engine.recovery import journal as journal_module
+from multienv._engine.recovery.journal import Journal, Plan, Start, furthest_replay
 from multienv.config import RestartPolicy
-from multienv.recovery import journal as journal_module
-from multienv.recovery.journal import Journal, Plan, Start, furthest_replay
 
 STRIDE, SLOTS = 16, 2
 AFFORDABLE, MOST_CALLS = 2.0, 2

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_strategies import fingerprint
 
-import multienv.worker.stepper
+import multienv._engine.worker.stepper
 from multienv import ResetNeededError, SerialEnv, SerialVectorEnv
+from multienv._engine.native import native
+from multienv._engine.recovery.hot_path import StepBuffers
+from multienv._engine.wire.codecs import RowsReply
 from multienv.envs.subprocess_env import supervisor_of
-from multienv.native import native
-from multienv.recovery.hot_path import StepBuffers
-from multienv.wire.codecs import RowsReply
 
 needs_extension = pytest.mark.skipif(native is None, reason="there is no native extension, or it is not wanted")
 ROOT = Path(multienv.__file__).parents[1]
@@ -162,7 +162,7 @@ def assert_reference_reads_the_same(worker: Any) -> None:
 @given(st.lists(st.lists(RESULTS, min_size=3, max_size=3), min_size=4, max_size=8))
 def test_a_worker_writes_what_the_reference_writes(face: str, mode: str, script: list[list[Any]]) -> None:
     ours = banks_after(script, face, mode)
-    with mock.patch.object(multienv.worker.stepper, "native", None):
+    with mock.patch.object(multienv._engine.worker.stepper, "native", None):
         reference = banks_after(script, face, mode)
     assert without_tracebacks(ours) == without_tracebacks(reference)
 
@@ -206,9 +206,9 @@ def told(code: str, **environment: str) -> str:
 
 
 def test_a_variable_leaves_the_extension_aside() -> None:
-    code = "from multienv.native import native; print(native is not None)"
+    code = "from multienv._engine.native import native; print(native is not None)"
     assert told(code, MULTIENV_PUREPYTHON="1") == "False"
-    assert told(code, MULTIENV_PUREPYTHON="0") == str(find_spec("multienv._native") is not None)
+    assert told(code, MULTIENV_PUREPYTHON="0") == str(find_spec("multienv._engine._native") is not None)
 
 
 def test_other_processors_than_x86_need_the_extension() -> None:
@@ -230,7 +230,7 @@ def test_workers_do_as_their_trainer_does() -> None:
         from functools import partial
         from kit import CounterEnv
         from multienv import SubprocessEnv
-        from multienv.native import native
+        from multienv._engine.native import native
 
         class Env(CounterEnv):
             def has_extension(self):

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import multienv
-from multienv.recovery.healing import Healing
-from multienv.recovery.hot_path import StepBuffers
-from multienv.recovery.journal import Journal
-from multienv.recovery.maintenance import Maintenance
-from multienv.recovery.pending import Pending
-from multienv.recovery.position import Position
-from multienv.recovery.recoverer import Recoverer
+from multienv._engine.recovery.healing import Healing
+from multienv._engine.recovery.hot_path import StepBuffers
+from multienv._engine.recovery.journal import Journal
+from multienv._engine.recovery.maintenance import Maintenance
+from multienv._engine.recovery.pending import Pending
+from multienv._engine.recovery.position import Position
+from multienv._engine.recovery.recoverer import Recoverer
 
 PACKAGE = Path(multienv.__file__).parent
 DESIGN = PACKAGE.parent / "docs" / "design.md"

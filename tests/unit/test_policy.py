@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multienv._engine.recovery import recoverer as recoverer_module
+from multienv._engine.recovery.policy import Recycling, RestartBudget
+from multienv._engine.recovery.recoverer import BudgetSpentError, Recoverer
 from multienv.config import Deadlines, RestartPolicy
-from multienv.recovery import recoverer as recoverer_module
-from multienv.recovery.policy import Recycling, RestartBudget
-from multienv.recovery.recoverer import BudgetSpentError, Recoverer
 
 LARGEST_DIE = 1 - 2**-53
 

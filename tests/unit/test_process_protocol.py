@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from multienv.processes.protocol import close_all, receive_with_descriptors, send_with_descriptors
+from multienv._engine.processes.protocol import close_all, receive_with_descriptors, send_with_descriptors
 
 LONG = bytes(range(256)) * 400
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multienv.reports.readable import readable
-from multienv.wire.messages import Call
+from multienv._engine.reports.readable import readable
+from multienv._engine.wire.messages import Call
 
 
 class Odd:

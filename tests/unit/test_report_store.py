@@ -7,7 +7,7 @@ import json
 import threading
 from pathlib import Path
 
-from multienv.reports import store
+from multienv._engine.reports import store
 
 
 def test_who_looks_for_reports_while_they_are_written_finds_whole_ones(tmp_path: Path) -> None:

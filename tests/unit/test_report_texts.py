@@ -7,18 +7,18 @@ import signal
 import pytest
 
 import multienv
-from multienv.errors import (
-    MultienvError,
-)
-from multienv.events import Loss
-from multienv.reports.texts import (
+from multienv._engine.reports.texts import (
     env_error,
     exit_text,
     foreign_frames,
     lost_error,
 )
-from multienv.wire.messages import Failure
-from multienv.worker.failures import failure_of
+from multienv._engine.wire.messages import Failure
+from multienv._engine.worker.failures import failure_of
+from multienv.errors import (
+    MultienvError,
+)
+from multienv.events import Loss
 
 
 def test_signals_are_named():
@@ -35,9 +35,7 @@ def test_long_last_words_keep_their_end():
 
 
 def test_a_stack_without_a_frame_of_the_env_is_shown_as_it_is() -> None:
-    ours = (
-        f'  File "{multienv.__path__[0]}/processes/monitor.py", line 5 in main\n  File "<string>", line 1 in <module>'
-    )
+    ours = f'  File "{multienv.__path__[0]}/_engine/processes/monitor.py", line 5 in main\n  File "<string>", line 1 in <module>'
     bare = f"Current thread 0x7 (most recent call first):\n{ours}"
     assert foreign_frames(bare) == bare
     kept = 'Current thread 0x7 (most recent call first):\n  File "/home/me/multienv/worker/sim.py", line 3 in step'

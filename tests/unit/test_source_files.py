@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multienv.worker import source_files
-from multienv.worker.source_files import changed_file, noted
+from multienv._engine.worker import source_files
+from multienv._engine.worker.source_files import changed_file, noted
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from multienv.recovery import state_machine
-from multienv.recovery.state_machine import (
+from multienv._engine.recovery import state_machine
+from multienv._engine.recovery.state_machine import (
     TABLE,
     Asked,
     BudgetSpent,

@@ -10,8 +10,8 @@ from types import FrameType
 import pytest
 
 from kit.interruption import Interrupted, disarm
+from multienv._engine.threads import Bell, Lock, Pool, Task, close_at_once, side_by_side
 from multienv.errors import UsageError
-from multienv.threads import Bell, Lock, Pool, Task, close_at_once, side_by_side
 
 
 def test_a_task_that_has_ended_does_not_keep_the_bell_that_it_rang() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from multienv.envs.unpicklable import culprit_in
+from multienv._engine.building.unpicklable import culprit_in
 
 LOCK = threading.Lock()
 QUEUES = {"one": [queue.Queue()]}

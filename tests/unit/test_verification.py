@@ -17,8 +17,8 @@ from gymnasium.spaces import GraphInstance
 from hypothesis import given
 from wire_strategies import fingerprint, spaces_with_values
 
-from multienv.recovery.verification import differences, same
-from multienv.wire.banks import (
+from multienv._engine.recovery.verification import differences, same
+from multienv._engine.wire.banks import (
     BEGIN,
     ENDED,
     FAILED,
@@ -32,7 +32,7 @@ from multienv.wire.banks import (
     BankLayout,
     entry_of,
 )
-from multienv.wire.digests import MARK, evidence_of, pack_evidence
+from multienv._engine.wire.digests import MARK, evidence_of, pack_evidence
 
 SLOTS = 3
 INLINE = BankLayout(SLOTS, 8 * SLOTS, (4, 8))

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from multienv.processes import watch
-from multienv.processes.watch import Watch
-from multienv.threads import Bell
-from multienv.wire.segment import BOUND, REPLY, TRAINER_SLEEPS, Segment
+from multienv._engine.processes import watch
+from multienv._engine.processes.watch import Watch
+from multienv._engine.threads import Bell
+from multienv._engine.wire.segment import BOUND, REPLY, TRAINER_SLEEPS, Segment
 
 
 class Worker:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multienv.wire import digests
-from multienv.wire.banks import BankLayout
-from multienv.wire.digests import digester
-from multienv.wire.infos import InfoPacker
-from multienv.wire.segment import REPLY_PAYLOAD, Segment
+from multienv._engine.wire import digests
+from multienv._engine.wire.banks import BankLayout
+from multienv._engine.wire.digests import digester
+from multienv._engine.wire.infos import InfoPacker
+from multienv._engine.wire.segment import REPLY_PAYLOAD, Segment
 
 # --- the segment ------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from multienv.wire.segment import BOUND, CORE, SPINNERS, Segment
-from multienv.worker import affinity
-from multienv.worker.affinity import CROWDED, ENOUGH, LONG, REST, SHORT, Affinity
+from multienv._engine.wire.segment import BOUND, CORE, SPINNERS, Segment
+from multienv._engine.worker import affinity
+from multienv._engine.worker.affinity import CROWDED, ENOUGH, LONG, REST, SHORT, Affinity
 
 BRIEF, SLOW = SHORT / 2, LONG * 2
 

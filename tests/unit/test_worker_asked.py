@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from kit.own_process import Forks
-from multienv.native import native
-from multienv.wire.segment import ASKED, BUSY, PID, SLOT, Segment
-from multienv.worker import asked as module
-from multienv.worker.asked import Asked
-from multienv.worker.census import OBSTACLES
+from multienv._engine.native import native
+from multienv._engine.wire.segment import ASKED, BUSY, PID, SLOT, Segment
+from multienv._engine.worker import asked as module
+from multienv._engine.worker.asked import Asked
+from multienv._engine.worker.census import OBSTACLES
 
 
 def refused(call: Callable[..., Any], *arguments: Any) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from kit.own_process import Forks
-from multienv.worker import census as module
-from multienv.worker.census import OBSTACLES, Found, census, put_back, standard_streams
+from multienv._engine.worker import census as module
+from multienv._engine.worker.census import OBSTACLES, Found, census, put_back, standard_streams
 
 # Nobody holds them; the process is about to end.
 libc = ctypes.CDLL(None, use_errno=True)

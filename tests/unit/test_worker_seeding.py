@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import wrappers
 
-from multienv.worker import seeding
+from multienv._engine.worker import seeding
 
 
 @pytest.fixture(autouse=True)

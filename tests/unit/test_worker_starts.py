@@ -9,10 +9,10 @@ from typing import Any
 import gymnasium
 import pytest
 
-from multienv.wire.messages import Build
-from multienv.wire.segment import BUSY, STEP_SECONDS, Segment
-from multienv.worker import starts as starts_module
-from multienv.worker.env_group import EnvGroup
+from multienv._engine.wire.messages import Build
+from multienv._engine.wire.segment import BUSY, STEP_SECONDS, Segment
+from multienv._engine.worker import starts as starts_module
+from multienv._engine.worker.env_group import EnvGroup
 
 
 class Drawing(gymnasium.Env[float, int]):

@@ -1,0 +1,1 @@
+"""Ask many workers: all in step, or each at its own pace."""

@@ -1,0 +1,1 @@
+"""Build workers and their envs: options, and how functions travel to another process."""

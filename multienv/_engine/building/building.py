@@ -1,0 +1,481 @@
+"""Check what envs are built from, and make the supervised workers that build them."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any, Protocol, TypedDict
+
+import cloudpickle
+import gymnasium
+from gymnasium.vector import AutoresetMode
+
+from multienv._engine import interrupts
+from multienv._engine.building.pickling import pickled_env_fns
+from multienv._engine.building.process_seeds import ProcessSeeds, seeds_of_trainer
+from multienv._engine.cores import busy_cores
+from multienv._engine.processes.channel import Channel
+from multienv._engine.processes.environment import module_path, worker_environment, working_directory
+from multienv._engine.processes.launcher import Launch, Preload, method_of, preload_of
+from multienv._engine.processes.limits import limit_error, limits_of_workers
+from multienv._engine.processes.serial import SerialChannel
+from multienv._engine.processes.worker_process import run_uninterrupted
+from multienv._engine.recovery.recoverer import Launcher
+from multienv._engine.recovery.supervisor import Supervisor
+from multienv._engine.recovery.turns import Turns
+from multienv._engine.reports.store import directory_for
+from multienv._engine.threads import Pool, Task, side_by_side
+from multienv._engine.wire.messages import Build, Setting, seeds_from
+from multienv._engine.wire.shared_pickle import LARGE, SharedPickle, share
+from multienv._engine.worker.host import Host
+from multienv._engine.worker.main_module import main_script, refuse_while_importing
+from multienv._engine.worker.registrations import registrations
+from multienv.config import Deadlines, RestartPolicy, integer
+from multienv.errors import UsageError
+from multienv.events import Hook
+
+# Called without arguments, or with the env's index.
+EnvFn = Callable[..., gymnasium.Env[Any, Any]]
+_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+WorkerEnv = Mapping[str, str] | Callable[[int], Mapping[str, str]] | None
+
+
+class Backend(Protocol):
+    """Says where workers live: in processes beside the trainer, or on the nodes of a cluster.
+
+    Attributes:
+        shares: Its processes can be handed a file that several of them share.
+        preloads: They can be forked with modules imported.
+    """
+
+    shares: bool
+    preloads: bool
+
+    def launcher(self, title: str, shared: SharedPickle | None, preload: Preload | None) -> Launcher:
+        """Return what launches the processes of the next worker.
+
+        Args:
+            title: What ``ps`` shows.
+            shared: What its envs are built from, if that lies in a shared file.
+            preload: What the processes have imported when they are forked, if they can be.
+        """
+        ...
+
+    def setting(self) -> Setting:
+        """Return what each of its processes must have in common with the trainer."""
+        ...
+
+
+class Processes:
+    """Has workers live in processes beside the trainer.
+
+    Args:
+        context, native_threads: See :class:`WorkerOptions`.
+    """
+
+    def __init__(self, context: Any, native_threads: int | None) -> None:
+        self._method, self._native_threads = method_of(context), checked_threads(native_threads)
+        self.shares = sys.platform == "linux"  # by memfd_create
+        self.preloads = sys.platform == "linux" and self._method == "forkserver"  # by a subreaper
+
+    def launcher(self, title: str, shared: SharedPickle | None, preload: Preload | None) -> Launcher:
+        """Return what launches the processes of a worker."""
+        return Launch(self._method, self._native_threads, title, shared, preload)
+
+    def setting(self) -> Setting:
+        """Return the trainer's import path, arguments and so on."""
+        return Setting(
+            path=tuple(module_path()),
+            arguments=arguments(),
+            directory=working_directory(),
+            environment=worker_environment(self._native_threads),
+            registrations=registrations(),
+            authkey=bytes(multiprocessing.current_process().authkey),
+            main=main_script(),
+            limits=limits_of_workers(),
+        )
+
+
+def checked_threads(native_threads: int | None) -> int | None:
+    """Return the number of threads of native libraries; raise UsageError for anything but a positive one or None."""
+    if native_threads is not None and (integer(native_threads) or 0) < 1:
+        raise UsageError(f"native_threads is {native_threads!r}; give an integer of at least 1, or None.")
+    return native_threads
+
+
+def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
+    """Return the variables of a worker.
+
+    Args:
+        worker_env: See :class:`WorkerOptions`.
+        worker: The worker's index.
+
+    Raises:
+        UsageError: A name or a value is no string, or none that the operating system knows.
+    """
+    given = dict((worker_env(worker) if callable(worker_env) else worker_env) or {})
+    for name, value in given.items():
+        known = isinstance(name, str) and isinstance(value, str)
+        if not known or not name or "=" in name or "\0" in name + value:
+            raise UsageError(
+                f"worker_env: {name!r:.50}: {value!r:.50} of worker {worker} is no variable; give name and value as "
+                "strings, such as {'MUJOCO_GL': 'egl'}, the name without '='."
+            )
+    return given
+
+
+def checked_preload(preload: Sequence[str], backend: Backend) -> tuple[str, ...] | None:
+    """Return the names of modules; ``None``: they are to be learned.
+
+    Raises:
+        UsageError: They are no names, or ``backend`` cannot preload modules.
+    """
+    learns = isinstance(preload, str) and preload == "auto"
+    names = () if learns else preload
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names):
+        raise UsageError(
+            f"preload is {preload!r:.100}; give the names of modules, such as ('robosuite', 'torch'), or 'auto'."
+        )
+    if preload and not backend.preloads:
+        given = preload if learns else tuple(names)
+        raise UsageError(
+            f"preload={given!r:.100} needs workers that are forked beside the trainer: use "
+            "context='forkserver', on Linux, not on a cluster."
+        )
+    return None if learns else tuple(names)
+
+
+def arguments() -> tuple[str, ...]:
+    """Return ``sys.argv``; an embedded interpreter has none."""
+    return tuple(getattr(sys, "argv", None) or ())
+
+
+class WorkerOptions(TypedDict, total=False):
+    """Lists the options of all classes whose envs run in processes.
+
+    Args:
+        restart: What happens when a process is lost. If several envs share the process, ``"truncate"`` and ``"raise"``
+            end the episodes of all of them after a crash or a timeout; ``"replay"`` ends only the episodes that cannot
+            be recovered. ``on_error`` ends only the episode of the env that raised.
+        deadlines: When a process counts as hung. If several envs share a process, each env has the full time.
+        context: ``"forkserver"`` or ``"spawn"``; ``None``: ``"forkserver"`` on Linux, ``"spawn"`` elsewhere.
+        native_threads: Threads that BLAS, OpenMP and similar libraries may use in a process, unless an environment
+            variable says otherwise; ``None`` changes nothing.
+        worker_env: Environment variables of the processes, on top of those of the trainer or of the node: a dict, or a
+            function that takes the index of a worker and returns a dict. The function is called in the trainer, once
+            for each worker. The index counts the processes of a vector env; for a single env it is ``env_index``, or 0.
+            A replacement process gets the same variables. They are set before ``env_fn`` and its imports run; gymnasium
+            and numpy are loaded by then.
+        preload: Names of modules that take long to import, such as ``("robosuite",)``. One process imports them, and
+            the processes of the envs are forked from it, replacements too. If they cannot be (an import raised, or
+            started a thread), a line on stderr says why, and each process imports for itself. Linux,
+            ``"forkserver"``. ``"auto"``: that process imports what the envs that are built first have imported.
+        worker_seed: Seed of ``random`` and ``numpy.random`` in the processes, a non-negative integer; each process gets
+            its own, derived from this and its index. ``None``: they are derived from the trainer's ``random`` and
+            ``numpy.random``, which are not advanced. So a script that seeds these two first gives the same run each
+            time.
+        starts_at_once: Workers of a vector env, a list or an env manager that may build their envs at the same time: at
+            construction, and when processes are replaced. ``1``: one after the other. ``None``: all. A recovery that
+            waits for its turn goes on counting against ``Deadlines.recovery``.
+        hooks: Functions that are called with each :class:`~multienv.Loss`, :class:`~multienv.Recovery`
+            and :class:`~multienv.Recycled`.
+        reports: Directory for crash reports, one for each loss, for ``multienv replay``; the newest 100 are kept.
+            ``None``: ``$MULTIENV_REPORTS``, else ``multienv/reports`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. An empty
+            string, here or in the variable: no reports. With reports, a journal is kept under every RestartPolicy.
+    """
+
+    restart: RestartPolicy
+    deadlines: Deadlines
+    context: Any
+    native_threads: int | None
+    worker_env: WorkerEnv
+    preload: Sequence[str]
+    worker_seed: int | None
+    starts_at_once: int | None
+    hooks: Sequence[Hook]
+    reports: str | os.PathLike[str] | None
+
+
+class Workers:
+    """Makes supervised workers that have their options in common.
+
+    Args:
+        backend: Makes what says where they live, given ``context`` and ``native_threads``.
+        restart, deadlines, context, native_threads, worker_env, preload, worker_seed, starts_at_once, hooks, reports:
+            See :class:`WorkerOptions`.
+
+    Attributes:
+        recycles: Processes are replaced by plan.
+
+    Raises:
+        UsageError: An option makes no sense.
+    """
+
+    def __init__(
+        self,
+        backend: Callable[[Any, int | None], Backend],
+        *,
+        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        context: Any = None,
+        native_threads: int | None = 1,
+        worker_env: WorkerEnv = None,
+        preload: Sequence[str] = (),
+        worker_seed: int | None = None,
+        starts_at_once: int | None = None,
+        hooks: Sequence[Hook] = (),
+        reports: str | os.PathLike[str] | None = None,
+    ) -> None:
+        refuse_while_importing("An env in a process of its own")
+        for name, value, kind in (("restart", restart, RestartPolicy), ("deadlines", deadlines, Deadlines)):
+            if not isinstance(value, kind):
+                raise UsageError(f"{name} is {value!r:.100}; give {name}={kind.__name__}(...).")
+        self._backend = backend(context, native_threads)
+        self._preload = checked_preload(preload, self._backend)
+        # Half, so that there is time to build the envs without it.
+        self._preload_seconds = None if deadlines.start is None else deadlines.start / 2
+        self._restart = restart
+        self._supervisor = partial(
+            Supervisor,
+            policy=restart,
+            deadlines=deadlines,
+            hooks=tuple(hooks),
+            reports=directory_for(reports),
+        )
+        self.recycles = restart.recycles
+        self._setting = self._backend.setting()
+        self._worker_env, self._numbers = worker_env, count()
+        self._seed = None if worker_seed is None else integer(worker_seed)
+        if worker_seed is not None and (self._seed is None or self._seed < 0):
+            raise UsageError(f"worker_seed is {worker_seed!r:.100}; give a non-negative integer, or None.")
+        if starts_at_once is not None and (integer(starts_at_once) or 0) < 1:
+            raise UsageError(f"starts_at_once is {starts_at_once!r:.100}; give an integer of at least 1, or None.")
+        self._turns = None if starts_at_once is None else Turns(int(starts_at_once))
+        self._first: Supervisor | None = None
+
+    def make(
+        self,
+        env_fns: Sequence[EnvFn],
+        index: int | None,
+        *,
+        exact: bool = False,
+        autoreset: str = "",
+        space: Any = None,
+    ) -> Supervisor:
+        """Return a worker that is yet to be started.
+
+        Args:
+            env_fns: What builds the env of each slot, as :func:`checked_env_fn` returns it.
+            index: Env index of the first one in its batch, or ``None``.
+            exact: One env whose values travel exactly; else rows of a batch.
+            autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
+            space: Observation space whose rows the batch has; ``None``: that of the first env.
+
+        Raises:
+            UsageError: A function cannot be pickled; or several envs are to be recycled by episodes; or ``worker_env``
+                makes no sense.
+        """
+        restart = self._restart
+        if restart.recycle_after_episodes is not None and len(env_fns) > 1:
+            raise UsageError(
+                "RestartPolicy.recycle_after_episodes: the episodes of the envs that share a process end one by one; "
+                "give envs_per_worker=1, or recycle_after_steps, recycle_after or max_rss."
+            )
+        title = "multienv env" if index is None else f"multienv env {index}"
+        if index is not None and len(env_fns) > 1:
+            title = f"multienv envs {index}-{index + len(env_fns) - 1}"
+        variables = checked_variables(self._worker_env, (index or 0) if exact else next(self._numbers))
+        setting = replace(self._setting, variables=variables)
+        learns = self._preload is None
+        preload = None if self._preload == () else preload_of(self._preload or (), setting, self._preload_seconds)
+        seeds = ProcessSeeds(seeds_from(self._seed, index or 0)) if self._seed is not None else seeds_of_trainer()
+        packed = _packed(tuple(env_fns), shares=self._backend.shares)
+        build = Build(
+            env_fns=packed,
+            exact=exact,
+            autoreset=autoreset,
+            seeds=seeds.values,
+            draws=_draws(len(env_fns)),
+            setting=setting,
+            space=space,
+            truncates_errors=restart.on_error == "truncate",
+            snapshots=(restart.snapshot_every or 0) if restart.snapshots and restart.replays else -1,
+            journal=restart.journal_limit * len(env_fns),
+            title=title,
+            tells_imports=learns,
+        )
+        shared = packed if isinstance(packed, SharedPickle) else None
+        launcher = self._backend.launcher(title, shared, preload)
+        worker = self._supervisor(launcher, build, index=index)
+        if learns:
+            assert isinstance(launcher, Launch)
+            worker.recoverer.learn = launcher.learn
+        self._first = self._first or worker
+        worker.share_memory(self._first)
+        worker.recoverer.turns = self._turns
+        worker.seeds = seeds
+        return worker
+
+
+class SerialWorkers:
+    """Makes workers that build their envs in this very process, as :class:`Workers` makes others.
+
+    Args:
+        hooks: See :class:`WorkerOptions`.
+    """
+
+    recycles = False
+
+    def __init__(self, *, hooks: Sequence[Hook] = ()) -> None:
+        self._hooks = tuple(hooks)
+
+    def make(
+        self,
+        env_fns: Sequence[EnvFn],
+        index: int | None,
+        *,
+        exact: bool = False,
+        autoreset: str = "",
+        space: Any = None,
+    ) -> Supervisor:
+        """Return a worker; see :meth:`Workers.make` for the arguments."""
+        return Supervisor(
+            _SerialLaunch(tuple(env_fns)),
+            Build(b"", exact, autoreset, None, _draws(len(env_fns)), None, space),
+            policy=RestartPolicy(on_crash="raise", on_timeout="raise"),
+            deadlines=Deadlines(),
+            index=index,
+            hooks=self._hooks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _SerialLaunch:
+    """Takes the place of ``Launch``: the functions, which need not be pickled, are called in this very process."""
+
+    env_fns: tuple[EnvFn, ...]
+
+    def start(self) -> Channel:
+        return SerialChannel(partial(Host, env_fns=self.env_fns))
+
+    def wake_kept(self, token: int) -> None:
+        """Return ``None``: there are no snapshots."""
+
+    def free(self, token: int) -> None:
+        """Do nothing: there are no snapshots."""
+
+    def close(self) -> None:
+        """Do nothing: the channel closes the envs."""
+
+
+def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
+    """Start workers, and wait until their envs are built; return their errors by index in ``workers``.
+
+    They build at the same time, or as many at a time as the turns of the first one allow, which all share from then on.
+    If it pays, the first one builds before the others, which are then forked with what it has imported.
+    """
+    turns = workers[0].recoverer.turns if workers else None
+    # Else the cores would do all imports in no more time than two take, one after the other.
+    learns = bool(workers) and workers[0].position.build.tells_imports and len(workers) > 2 * busy_cores()
+    tasks: list[Task] = []
+    for batch in (workers[:1], workers[1:]) if learns else (workers,):
+        for worker in batch:
+            worker.recoverer.turns = turns
+            if turns is None:
+                worker.start()
+        interrupts.take_over()
+        # Else each is started by the thread that waits for it.
+        most = len(batch) if turns is None else min(len(batch), turns.most)
+        pool = Pool(max(1, most), "multienv-build")
+        tasks += side_by_side(pool, [worker.initialize for worker in batch])
+    for worker in workers:
+        worker.reporter.call_hooks()
+    return {index: task.error for index, task in enumerate(tasks) if task.error is not None}
+
+
+def _draws(slots: int) -> tuple[int, ...]:
+    generator = random.SystemRandom()
+    return tuple(generator.getrandbits(64) for _ in range(slots))
+
+
+def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle:
+    """Pickle functions; what is large in them goes into a file that all workers share, if ``shares`` allows that."""
+    # The main script in a multiprocessing child: __main__ by another name, and not importable elsewhere.
+    main = sys.modules.get("__mp_main__")
+    if main is not None and main.__name__ == "__mp_main__":
+        cloudpickle.register_pickle_by_value(main)
+    data, buffers = pickled_env_fns(env_fns, LARGE if shares else None)
+    if not shares or (len(data) < LARGE and not buffers):
+        return data
+    try:  # uninterrupted, because a descriptor is made there
+        return run_uninterrupted(partial(share, data, buffers))
+    except OSError as error:
+        if error.errno is None:  # a signal handler's
+            raise
+        raise limit_error(error) from None
+
+
+# --- checks -----------------------------------------------------------------------------------
+
+
+def checked_env_fn(env_fn: Any, index: int | None, name: str = "env_fn") -> EnvFn:
+    """Return the function, to be called without arguments; one that needs an argument gets the index.
+
+    Args:
+        env_fn: Builds the env.
+        index: Of the env; ``None`` counts as 0.
+        name: Of the function, in messages.
+
+    Raises:
+        UsageError: It is not callable, or an env, or needs more than one argument.
+    """
+    if isinstance(env_fn, gymnasium.Env) or not callable(env_fn):
+        made = f"gymnasium.make({env_fn!r})" if isinstance(env_fn, str) else "MyEnv()"
+        raise UsageError(
+            f"{name} is {env_fn!r:.100}; give a function that takes no arguments and returns an env: lambda: {made}."
+        )
+    needed = _needed(env_fn)
+    if len(needed) > 1 or any(one.kind is one.KEYWORD_ONLY for one in needed):
+        raise UsageError(
+            f"{name} is {env_fn!r:.100}, which needs the arguments {', '.join(one.name for one in needed)}; give a "
+            "function that needs none, or only the index of its env: lambda index: MyEnv(port=5000 + index)."
+        )
+    return partial(env_fn, index or 0) if needed else env_fn
+
+
+def _needed(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some of those written in C
+        return []
+    return [one for one in parameters if one.default is one.empty and one.kind not in _STARRED]
+
+
+def listed_env_fns(owner: str, env_fns: Iterable[EnvFn]) -> list[EnvFn]:
+    """Return functions that need no argument, one for each env; see :func:`checked_env_fn`. Raises UsageError."""
+    if isinstance(env_fns, str) or not isinstance(env_fns, Iterable):
+        made = "[fn] or [fn] * n" if callable(env_fns) else "[lambda: gymnasium.make(...)] * n"
+        raise UsageError(f"{owner}: env_fns is {env_fns!r:.100}; give a list with one function for each env: {made}.")
+    found = list(env_fns)
+    if not found:
+        raise UsageError(f"{owner}: env_fns is empty; give one function for each env.")
+    return [checked_env_fn(env_fn, index, f"env_fns[{index}]") for index, env_fn in enumerate(found)]
+
+
+def mode_of(mode: Any) -> AutoresetMode:
+    """Return the mode that is given as a member, its name or its value; raise UsageError if there is none."""
+    if isinstance(mode, AutoresetMode):
+        return mode
+    for known in AutoresetMode:
+        if mode in (known.name, known.value):
+            return known
+    names = ", ".join(f"AutoresetMode.{known.name}" for known in AutoresetMode)
+    raise UsageError(f"autoreset_mode is {mode!r}; choose one of {names}.")

@@ -1,0 +1,134 @@
+"""Pickle what builds the envs: by value; if that is impossible, what belongs to the main script by name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
+from types import FunctionType
+from typing import Any
+
+from multienv._engine.building.unpicklable import culprit_in
+from multienv._engine.wire.messages import workers_import_main
+from multienv._engine.wire.reducers import LruCache, PickledCall, Pickler
+from multienv._engine.worker.main_module import (
+    REMEDY,
+    can_be_imported,
+    import_script,
+    is_of_main,
+    main_script,
+    names_here,
+    of_script,
+    offered,
+    registered_in_main,
+)
+from multienv.errors import UsageError
+
+_BufferCallback = Callable[[pickle.PickleBuffer], bool]
+_Pickled = tuple[bytes, list[memoryview]]
+
+
+class _ByValue(Pickler):
+    """Notes which functions and classes of the main script it pickles: they travel by value.
+
+    Args:
+        of_main: These, by name; filled.
+    """
+
+    def __init__(self, file: io.BytesIO, buffer_callback: _BufferCallback, of_main: dict[str, Any]) -> None:
+        super().__init__(file, buffer_callback=buffer_callback)
+        self._of_main = of_main
+
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce a value as every pickler of multienv does."""
+        if isinstance(value, type | FunctionType) and is_of_main(value):
+            self._of_main[value.__name__] = value
+        return super().reducer_override(value)
+
+
+class _ByName(Pickler):
+    """Leaves functions and classes of the main script to the worker's import of it, and globals that cannot be pickled.
+
+    All functions and classes: if some travelled by value, there would be two of a class.
+    """
+
+    def __init__(self, file: io.BytesIO, buffer_callback: _BufferCallback | None, tried: dict[int, bool]) -> None:
+        super().__init__(file, buffer_callback=buffer_callback)
+        self._tried = tried  # number of a global → whether it can be pickled
+
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce a value; what has a name in the main script by that name."""
+        if isinstance(value, type | FunctionType | LruCache) and is_of_main(value) and "<" not in value.__qualname__:
+            return value.__name__
+        reduced = super().reducer_override(value)
+        if isinstance(value, FunctionType) and value.__globals__ is names_here():  # a lambda, or one of a function
+            used = reduced[2][1]["__globals__"]
+            used.update(
+                {name: PickledCall(of_script, name) for name, one in used.items() if not self._can_be_pickled(one)}
+            )
+        return reduced
+
+    def _can_be_pickled(self, value: Any) -> bool:
+        if id(value) not in self._tried:
+            self._tried[id(value)] = True  # if a function in it uses it
+            try:
+                _ByName(io.BytesIO(), None, self._tried).dump(value)
+            except Exception:  # pickling runs code of the user
+                self._tried[id(value)] = False
+        return self._tried[id(value)]
+
+
+def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pickled:
+    """Pickle the functions that build envs, with what they need of the main script.
+
+    Unpickled, it is the tuple; ``__main__`` then has the functions and classes of the main script that travelled with
+    it, and entry points of registered envs if they can be pickled. If that is impossible, the worker
+    imports the script.
+
+    Args:
+        env_fns: The functions.
+        least: Bytes from which on a buffer, that of a numpy array, is left out; ``None``: none is.
+
+    Returns:
+        The pickle, and the buffers that ``pickle.loads`` is to be given with it: memory of what was pickled itself.
+
+    Raises:
+        UsageError: A function cannot be pickled, and there is no script to import.
+    """
+    registered, failure = registered_in_main(), None
+    for names in (registered, {}) if registered else ({},):
+        try:
+            return _offer(env_fns, names, least)
+        except Exception as error:  # pickling runs code of the user
+            failure = error
+    told = culprit_in(env_fns)
+    script = main_script()
+    if can_be_imported(script):
+        imported = PickledCall(import_script, told, script)
+        with contextlib.suppress(Exception):
+            data = _dumped(PickledCall(itemgetter(1), (imported, env_fns)), least, partial(_ByName, tried={}))
+            workers_import_main()
+            return data
+    raise UsageError(f"{told} {REMEDY.capitalize()}") from failure
+
+
+def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | None) -> _Pickled:
+    of_main: dict[str, Any] = {}  # filled while what comes before it is pickled
+    return _dumped(PickledCall(offered, env_fns, registered, of_main), least, partial(_ByValue, of_main=of_main))
+
+
+def _dumped(value: Any, least: int | None, make: Callable[[io.BytesIO, _BufferCallback], Pickler]) -> _Pickled:
+    file, buffers = io.BytesIO(), list[memoryview]()
+
+    def stays_inside(buffer: pickle.PickleBuffer) -> bool:
+        with memoryview(buffer) as view:
+            if least is None or view.nbytes < least or not view.contiguous:
+                return True
+        buffers.append(buffer.raw())
+        return False
+
+    make(file, stays_inside).dump(value)
+    return file.getvalue(), buffers

@@ -1,0 +1,142 @@
+"""End workers that are not closed, because their trainer ends or has forgotten them: as close() does, no longer."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from multienv._engine.processes.channel import LONGEST_SLEEP, Channel
+from multienv._engine.processes.worker_process import KILL_PATIENCE, ProcessChannel, crowd_seconds, readable
+from multienv._engine.threads import start_plain_thread
+
+logger = logging.getLogger("multienv")
+
+# Seconds that a worker may take to finish the request that it is executing: it may hang, and its answer is not awaited.
+BUSY_PATIENCE = 0.5
+# A warning names so many of the processes that were killed, by their envs.
+_NAMED = 3
+
+
+class Ending:
+    """Watches one process that closes its envs, and has it killed if that takes too long.
+
+    Args:
+        channel: To the process, which has been told that no more requests will come.
+
+    Attributes:
+        cut: What is to be logged; ``None``: the process was not killed, or another thread logs it.
+    """
+
+    def __init__(self, channel: ProcessChannel) -> None:
+        self.channel = channel
+        self.cut: Cut | None = None
+        self._began = time.monotonic()
+        self._killed = 0.0  # when; 0: it was not
+
+    @property
+    def _patience(self) -> float:
+        patience = self.channel.patience
+        return min(BUSY_PATIENCE, patience) if self.channel.is_busy() else patience
+
+    @property
+    def _due(self) -> float:
+        """Return when there is something to do, unless the process ends before."""
+        if self._killed:
+            return self._killed + KILL_PATIENCE
+        return self._began + self._patience + crowd_seconds()
+
+    @property
+    def left(self) -> float:
+        """Return the seconds until there is something to do; at most a second: an env may become busy or idle."""
+        return min(self._due - time.monotonic(), LONGEST_SLEEP, BUSY_PATIENCE)
+
+    def is_over(self) -> bool:
+        """Tell whether the process has ended; kill it if it is time to."""
+        channel, now = self.channel, time.monotonic()
+        if channel.has_ended():
+            return True
+        if now < self._due:
+            return False
+        if self._killed:
+            return True
+        cut = Cut(channel.envs, self._patience, busy="a call" if channel.is_busy() else "")
+        self._killed = now
+        if channel.give_up() and channel.patience:
+            self.cut = cut
+        return False
+
+
+class Cut(NamedTuple):
+    """Describes a process that was killed before its envs were closed.
+
+    Attributes:
+        envs: Its envs, such as "env 3".
+        seconds: How long it had time.
+        busy: The call that it was still making; ``""``: none, it was closing its envs.
+    """
+
+    envs: str
+    seconds: float
+    busy: str = ""
+
+
+def log_cuts(cuts: Iterable[Cut]) -> None:
+    """Log one warning for all processes to which the same happened."""
+    kinds: dict[tuple[float, str], list[str]] = {}
+    for cut in cuts:
+        kinds.setdefault((cut.seconds, cut.busy), []).append(cut.envs)
+    for (seconds, busy), envs in kinds.items():
+        if busy:
+            what = f"was not called: {busy} had not ended after {seconds:.1f} s, and the process was killed."
+        else:
+            what = f"was cut short: it had not returned after {seconds:.1f} s, and the process was killed. "
+            what += "Give it more time: Deadlines(close=...)."
+        envs.sort(key=lambda name: (len(name), name))  # env 2 before env 10
+        more = f" and {len(envs) - _NAMED:,} more" if len(envs) > _NAMED else ""
+        logger.warning("close() of %s%s %s", ", ".join(envs[:_NAMED]), more, what)
+
+
+def end_all(channels: Sequence[ProcessChannel]) -> None:
+    """Ask processes to close their envs and end, all at the same time; wait for it, and kill those that take too long.
+
+    Each has the seconds of its ``patience``; one that is executing a request has :data:`BUSY_PATIENCE` to finish it.
+    """
+    for channel in channels:
+        channel.end_requests()
+    endings = left = [Ending(channel) for channel in channels]
+    try:
+        while left := [ending for ending in left if not ending.is_over()]:
+            fates = [descriptor for ending in left for descriptor in ending.channel.descriptors()[1:]]
+            if not readable(fates, min(ending.left for ending in left)):
+                left[0].channel.resume()
+    finally:
+        log_cuts(ending.cut for ending in endings if ending.cut)
+
+
+def let_go(channels: Sequence[Channel]) -> None:
+    """Release channels that nobody will close; does not wait. A thread waits for processes that close their envs.
+
+    Finalizers call this: it takes no lock but those of the channels.
+    """
+    alive = [one for one in channels if isinstance(one, ProcessChannel) and not one.has_ended()]
+    for channel in channels:
+        if channel not in alive:
+            channel.release()
+    if alive and not sys.is_finalizing():
+        try:
+            start_plain_thread(partial(_end_and_release, alive))
+            return
+        except RuntimeError:  # no thread is to be had
+            pass
+    for channel in alive:
+        channel.release()
+
+
+def _end_and_release(channels: list[ProcessChannel]) -> None:
+    end_all(channels)
+    for channel in channels:
+        channel.release()

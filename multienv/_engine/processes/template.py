@@ -1,0 +1,271 @@
+"""Keep a process that has imported what envs need, and fork it for each worker that needs that.
+
+It is a child of the monitor, so an import that crashes, hangs, or starts threads harms no other process. A template
+that cannot be forked safely is not used, and workers import for themselves, as without it. Workers are children of the
+monitor all the same, so that their exit status is exact: a process that the template forks for a moment forks the
+worker and ends, and the monitor, a subreaper, adopts the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import NoReturn
+
+from multienv._engine.processes.forked import become_worker, part_from_monitor
+from multienv._engine.processes.leftovers import kill, open_descriptors
+from multienv._engine.processes.protocol import Order, close_all
+from multienv._engine.wire.messages import Setting
+from multienv._engine.worker import main as worker_main
+from multienv._engine.worker import source_files
+from multienv._engine.worker.census import CHILDREN, OBSTACLES, SHARED, THREADS, TIMERS, census, standard_streams
+
+# Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
+FORK_PATIENCE = 5.0
+_READY = b"ready"
+_LEFT_OUT = "\0"  # before the name of a package that is to be left out, and before the reason
+_OWN = 5  # so many descriptors that come with an order are the worker's ends and stderr
+_MOST_TEXT = 2000
+# The pid of a worker that was forked, or the negative number of the error.
+_ANSWER = struct.Struct("<q")
+# What imports may leave and is no file.
+_NO_FILES = (THREADS, CHILDREN, SHARED, TIMERS)
+
+
+class Template:
+    """Holds what the monitor knows of a template.
+
+    Args:
+        title: The names.
+        folder: Holds the folders of workers for temporary files; ``""``: there is none.
+        own_folder: For the temporary files of the imports; ``""``: the trainer's.
+
+    Attributes:
+        pid: Of the process; 0: there is none.
+        is_ready: It has imported, and can be forked.
+        refusal: Why it is never to be used; empty if nothing speaks against it.
+        waiting: Launches that wait until the import is done, with their descriptors.
+        left_out: Packages that a process for ``preload="auto"`` is not to import, because they cannot be forked.
+    """
+
+    def __init__(self, title: str, folder: str, own_folder: str) -> None:
+        self._title, self._folder, self._told = title, folder, b""
+        self.pid, self.is_ready, self.refusal, self.own_folder = 0, False, "", own_folder
+        self.waiting: list[tuple[Order, list[int]]] = []
+        self.left_out: set[str] = set()
+        self._channel: socket.socket | None = None
+        self._imports = b""
+
+    def take_imports(self, descriptors: list[int]) -> None:
+        """Read what to import from a file: the arguments of ``_import`` but the first, pickled; close the file."""
+        for descriptor in descriptors:
+            self._imports = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        close_all(descriptors)
+
+    def begin(self) -> None:
+        """Fork the process from the monitor, this process; it imports, and tells what came of it. Raises OSError."""
+        monitor = os.getpid()
+        ours, theirs = socket.socketpair()
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _serve(theirs, monitor, self._imports, self.left_out, self._folder, self.own_folder)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid, self._channel = pid, ours
+
+    def fileno(self) -> int:
+        """Return the descriptor over which it tells what came of its imports; -1: there is no process."""
+        return -1 if self._channel is None else self._channel.fileno()
+
+    def hear(self) -> None:
+        """Read what came of the imports."""
+        with contextlib.suppress(OSError):
+            assert self._channel is not None
+            self._told = self._channel.recv(_MOST_TEXT, socket.MSG_DONTWAIT)
+        self.is_ready = self._told == _READY
+
+    def note_end(self, code: int) -> str:
+        """Note that the process has ended with this exit code; return what to tell the user if it was no good."""
+        if not self._told:
+            self.hear()
+        was_ready, why = self.is_ready, self._told.decode(errors="replace") or _words(code)
+        self._forget_process()
+        if was_ready:
+            return ""
+        if why.startswith(_LEFT_OUT):
+            _, left_out, why = why.split(_LEFT_OUT, 2)
+            self.left_out.add(left_out)
+            return f"preload='auto' leaves out {left_out}: {why}."
+        self.refusal = f"preload is not used, and each worker imports {self._title} for itself: {why}."
+        return self.refusal
+
+    def fork(self, order: Order, descriptors: Sequence[int]) -> int:
+        """Fork a worker, with these descriptors and the stdout of this process; return its pid.
+
+        Returns 0 if there is no process. Raises OSError.
+        """
+        if self._channel is None:
+            return 0
+        kill([self.pid], signal.SIGCONT)
+        try:
+            order.send(self._channel, [*descriptors, *_stdout()])
+        except OSError:
+            return 0
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        answer = self._channel.recv(_ANSWER.size) if poller.poll(1000 * FORK_PATIENCE) else b""
+        if len(answer) < _ANSWER.size:
+            kill([self.pid])
+            raise OSError(errno.ESRCH, f"The process that has imported {self._title} has ended, or does not answer")
+        (pid,) = _ANSWER.unpack(answer)
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return int(pid)
+
+    def end(self) -> None:
+        """Kill the process; the monitor reaps it."""
+        kill([self.pid])
+        self._forget_process()
+
+    def _forget_process(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self.pid, self.is_ready, self._told, self._channel = 0, False, b"", None
+
+
+def _stdout() -> list[int]:
+    """Return the descriptor of stdout; none if it is closed, or if a socket of ours has its number."""
+    with contextlib.suppress(OSError):
+        return [] if stat.S_ISSOCK(os.fstat(1).st_mode) else [1]
+    return []
+
+
+def _words(code: int) -> str:
+    if code == -signal.SIGALRM:
+        return "the import was not done after half of Deadlines.start"
+    how = f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with exit code {code}"
+    return f"the process that was to import it ended {how}"
+
+
+# --- in the process -------------------------------------------------------------------------------
+
+
+def _serve(
+    channel: socket.socket, monitor: int, imports: bytes, left_out: AbstractSet[str], folder: str, own_folder: str
+) -> NoReturn:
+    """Import, tell the monitor what came of it, then fork a worker for each order."""
+    try:
+        part_from_monitor(monitor, [channel.fileno()])
+        worker_main.set_title("multienv preload")
+        if own_folder:
+            os.environ["TMPDIR"] = own_folder
+        refusal = _import(left_out, *pickle.loads(imports))
+        worker_main.take_signals()  # a module may have set others
+        channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _READY)
+        while not refusal:
+            received = Order.receive(channel)
+            if received is None:
+                break
+            _fork(channel, *received, monitor, folder)
+    finally:
+        os._exit(0)
+
+
+def _import(
+    left_out: AbstractSet[str], names: Sequence[str], setting: Setting, seconds: float | None, is_learned: bool
+) -> str:
+    """Import modules; return why this process cannot be forked, or an empty text.
+
+    Args:
+        left_out: Packages not to import.
+        names: Of the modules.
+        setting: The surroundings.
+        seconds: After which the process is killed: by SIGALRM, which also ends an import that hangs in C code.
+        is_learned: The user has not named the modules: one that cannot be imported is passed over, and one that speaks
+            against a fork is told, to be left out.
+    """
+    faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
+    signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
+    worker_main.take_surroundings(setting)
+    before, standard = open_descriptors(), standard_streams()
+    began = time.time_ns()
+    for name in names:
+        package = name.partition(".")[0]
+        if is_learned and (name in sys.modules or package in left_out):
+            continue
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            if not is_learned:
+                return f"importing {name} raised {type(error).__name__}: {error}".rstrip(": ")
+        left = _left(before, standard)
+        if left:
+            why = f"importing {name} has left {left}, which a fork would share or lose"
+            return f"{_LEFT_OUT}{package}{_LEFT_OUT}{why}" if is_learned else why
+    source_files.note(began)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    faulthandler.unregister(signal.SIGALRM)
+    for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again
+        with contextlib.suppress(Exception):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+    gc.collect()
+    gc.freeze()  # as in the monitor
+    return ""
+
+
+def _left(before: set[int], standard: set[tuple[int, int, int]]) -> str:
+    """Return in words what imports have left besides modules."""
+    for found in census(before, (), standard):
+        kind = OBSTACLES[found.obstacle]
+        return kind if found.obstacle in _NO_FILES else f"an open file ({found.what})"
+    return ""
+
+
+def _fork(channel: socket.socket, order: Order, descriptors: list[int], monitor: int, folder: str) -> None:
+    """Fork a process that forks a worker, tells its pid and ends; the monitor adopts the worker."""
+    try:
+        between = os.fork()
+    except OSError as error:
+        channel.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
+    else:
+        if between == 0:
+            _fork_worker(channel, order, descriptors, monitor, folder)
+        os.waitpid(between, 0)
+    close_all(descriptors)
+
+
+def _fork_worker(channel: socket.socket, order: Order, descriptors: list[int], monitor: int, folder: str) -> NoReturn:
+    own = os.getpid()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            while os.getppid() == own:
+                time.sleep(0.0005)  # not a poll: nothing tells a process that its parent has changed
+            for stdout in descriptors[_OWN:]:
+                os.dup2(stdout, 1)
+            become_worker(descriptors[:_OWN], order, monitor, f"{folder}/{order.folder}" if order.folder >= 0 else "")
+        channel.sendall(_ANSWER.pack(pid))
+    except OSError as error:
+        channel.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
+    finally:
+        os._exit(0)

@@ -1,0 +1,1 @@
+"""Recover the envs of lost workers: the supervisor and its parts."""

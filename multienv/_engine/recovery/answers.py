@@ -1,0 +1,309 @@
+"""Make the caller's answer from a reply: read the bank and the payload, and write truncations over lost slots.
+
+A single env is a batch of one, whose caller gets only slot 0. A truncation shows the observation that the caller saw
+last, which the worker's position holds. Reading a reply changes nothing, so it can be repeated: the supervisor commits
+the ``Read`` together with the end of the request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from multienv._engine.recovery.position import PickledRows, Position
+from multienv._engine.wire.banks import ENDED, FAILED, NOT_RESET, PICKLED_ROWS
+from multienv._engine.wire.codecs import Codec, RowsReply, Transition, payload_of
+from multienv._engine.wire.infos import NONE, Extras, Illegible, unpack_extras
+from multienv._engine.wire.messages import Failure, Reset, call_user_code
+from multienv._engine.wire.segment import Segment
+from multienv.errors import ResultNotPicklableError
+
+# Slot and failure → the error to raise.
+ErrorOf = Callable[[int, Failure], Exception]
+# Slot and reason → what info["multienv"] says of a truncation.
+TruncationInfo = Callable[[str], dict[str, Any]]
+Skipped = Sequence[tuple[int, str]]
+
+
+def unreadable(command: str, error: Exception) -> ResultNotPicklableError:
+    """Build the error for something the env returned that cannot be unpickled in this process."""
+    error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    built = ResultNotPicklableError(
+        f"{command}(): what the env returned was pickled, but cannot be unpickled here: "
+        f"{type(error).__name__}: {error}. The {command} itself is done."
+    )
+    built.remote_traceback = "".join(traceback.format_exception(error))
+    # Without its frames, which would keep the segment mapped as long as the caller keeps the error.
+    built.__cause__ = error.with_traceback(None)
+    return built
+
+
+@dataclass(slots=True)
+class Read:
+    """Holds what a reply shows, until the supervisor commits it.
+
+    Attributes:
+        number: Of the request.
+        evidence, pickled, rest: The payload, see ``ReplyPayload``.
+        seen, pickled_rows: The new values of these attributes of ``Position``.
+        ended: A step ended an episode.
+        truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
+    """
+
+    number: int
+    evidence: bytes
+    pickled: bytes
+    rest: bytes
+    seen: int
+    pickled_rows: PickledRows
+    ended: bool = False
+    truncated_errors: dict[int, Exception] = field(default_factory=dict)
+
+
+class Answers:
+    """Makes the answers of one worker: rows of a batch, or what a single env returned to the bit.
+
+    Args:
+        codec: Of the envs.
+        position: What the caller has seen.
+        error_of: Builds the error of a failure.
+        truncation_info: What ``info["multienv"]`` says of a truncation.
+        on_spaces: Called with the spaces that a single env has set, pickled.
+        same_step: The worker begins the next episode in the step that ended one.
+        truncates: What an env of a batch raises in a step is made a truncation of.
+
+    Attributes:
+        started: Number of the last reply with states of random generators before resets; 0: there was none.
+        generators: Those states: slot → state.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "started")  # the hot path reads these, native code by offset
+
+    def __init__(
+        self,
+        codec: Codec,
+        position: Position,
+        error_of: ErrorOf,
+        truncation_info: TruncationInfo,
+        on_spaces: Callable[[bytes], object],
+        *,
+        same_step: bool,
+        truncates: bool,
+    ) -> None:
+        self._codec, self._position = codec, position
+        self._error_of, self._truncation_info, self._on_spaces = error_of, truncation_info, on_spaces
+        self._same_step, self._truncates = same_step, truncates
+        self.started = 0
+        self.generators: Mapping[int, bytes] = NONE
+
+    def read(self, segment: Segment, number: int) -> Read:
+        """Return the reply as bytes. Nothing is unpickled, so nothing can raise."""
+        return Read(number, *payload_of(segment, number), self._position.seen, self._position.pickled_rows)
+
+    def step(
+        self, segment: Segment, read: Read, skipped: Skipped, left_alone: Sequence[int] = ()
+    ) -> RowsReply | Transition | Exception:
+        """Return what a reply to a step shows: rows, those of skipped slots as honest truncations, or a transition.
+
+        The rows of slots that were left alone, and their flags, are what the caller saw last. An exception is what a
+        single env raised; or nothing was stepped, because actions cannot be unpickled there.
+        """
+        bank, exact = segment.banks[read.number & 1], self._codec.exact
+        if bank.view[2] == FAILED:
+            read.ended = exact
+            return self._error_of(-1, pickle.loads(read.rest))
+        read.ended = exact and bool(bank.view[3] & ENDED)
+        reply, extras = self._reply(segment, read, "step")
+        if exact:
+            return self._unwrapped(segment, read, extras)
+        infos: dict[int, Any] = dict(extras.infos) if skipped else {}
+        for slot, reason in skipped:
+            begun = infos.get(slot, {}) if self._same_step else {}
+            infos[slot] = {**begun, **self._info_of_truncation(segment, slot, reason)}
+            if not self._same_step or bank.skipped[slot] == NOT_RESET:
+                self._show_again(segment, (slot,), reply)
+            reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True
+        if left_alone:
+            self._show_again(segment, left_alone, reply)
+            rows, before = list(left_alone), segment.banks[self._position.seen & 1]
+            for name in ("terminated", "truncated", "failed"):
+                getattr(bank, name)[rows] = getattr(before, name)[rows]
+        self._finish(segment, read, reply, extras, infos)
+        return reply
+
+    def reset(
+        self, segment: Segment, read: Read, message: Reset, skipped: Skipped
+    ) -> RowsReply | tuple[Any, dict[str, Any]] | Exception:
+        """Return what a reply to a reset shows; rows of slots that were not reset are what the caller saw last."""
+        if segment.banks[read.number & 1].view[2] == FAILED:
+            return self._error_of(-1, pickle.loads(read.rest))
+        reply, extras = self._reply(segment, read, "reset")
+        if self._codec.exact:
+            observation, *_, info = self._unwrapped(segment, read, extras)
+            return observation, info
+        missing = dict(skipped)
+        left = [slot for slot in range(self._codec.slots) if slot in missing or not message.touches(slot)]
+        self._show_again(segment, left, reply)
+        self._finish(segment, read, reply, extras, {})
+        return reply
+
+    def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply | Transition:
+        """Return the honest end of these episodes without a process: what was seen last once more."""
+        if self._codec.exact:
+            last = None
+            if segment is not None:
+                with contextlib.suppress(Exception):  # what cannot be unpickled here was never seen
+                    last = self._last_observation(segment, 0)
+            return last, 0.0, False, True, {"multienv": self._truncation_info(skipped[0][1])}
+        assert segment is not None
+        reply = self._codec.rows(segment, self._position.seen)
+        infos = [(slot, self._info_of_truncation(segment, slot, reason)) for slot, reason in skipped]
+        slots = [slot for slot, _ in skipped]
+        reply.rewards[slots], reply.terminated[slots], reply.truncated[slots] = 0.0, False, True
+        return reply.with_extras(Extras(infos, {}, self._unpickled_rows(self._position.pickled_rows_now, {})))
+
+    def _info_of_truncation(self, segment: Segment, slot: int, reason: str) -> dict[str, Any]:
+        info = {"multienv": self._truncation_info(reason)}
+        if not self._same_step:
+            return info
+        return {"final_obs": self._last_observation(segment, slot), "final_info": info, **info}
+
+    def plain(self, segment: Segment, number: int) -> RowsReply | Transition:
+        """Return the answer to a plain step of which some infos are pickled. Raises Illegible."""
+        payload = segment.read_reply_payload(number)  # without a pickled part: the rows hold all
+        extras, illegible = call_user_code(partial(self._extras, number, payload), Illegible)
+        if self._codec.exact:
+            return (*self._codec.transition(segment, number), _first_info(extras))
+        reply = self._codec.rows(segment, number).with_extras(extras)
+        reply.errors = {slot: unreadable("step", error) for slot, error in illegible.items()}
+        return reply
+
+    def shown(self, segment: Segment) -> Any:
+        """Return what the caller saw last: an observation; the arrays of the rows; or a pickled row for each slot."""
+        if self._codec.exact:
+            return self._last_observation(segment, 0)
+        if not self._codec.has_rows:
+            return self._position.pickled_rows_now
+        return [leaf.copy() for leaf in self._codec.rows(segment, self._position.seen).leaves]
+
+    def _extras(self, number: int, rest: bytes) -> tuple[Extras, dict[int, Exception]]:
+        """Unpack what a reply carries beside its rows; raise the error of a single env's info that is illegible."""
+        extras, illegible = unpack_extras(rest)
+        if extras.generators:  # resets at which a replay can begin
+            self.started, self.generators = number, extras.generators
+        if extras.spaces:
+            self._on_spaces(extras.spaces)
+        if self._codec.exact and illegible:
+            raise illegible[0]
+        return extras, illegible
+
+    def _reply(self, segment: Segment, read: Read, command: str) -> tuple[RowsReply, Extras]:
+        number, pickled_rows = read.number, self._position.pickled_rows_now
+        if segment.banks[number & 1].view[3] & PICKLED_ROWS:
+            pairs = zip(pickled_rows, pickle.loads(read.pickled), strict=True)
+            pickled_rows = [old if new is None else new for old, new in pairs]
+        elif self._codec.exact:
+            pickled_rows = [None]
+        read.seen, read.pickled_rows = number, (number, pickled_rows)
+        reply = self._codec.rows(segment, number)
+        extras, illegible = self._extras(number, read.rest)
+        reply.errors = {slot: self._error_of(slot, failure) for slot, failure in extras.failures.items()}
+        reply.errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
+        return reply, extras
+
+    def _unwrapped(self, segment: Segment, read: Read, extras: Extras) -> Transition:
+        """Return the transition of a single env. Raises what unpickling it raises."""
+        _, (row,) = read.pickled_rows
+        return (*self._codec.transition(segment, read.number, row), _first_info(extras))
+
+    def _finish(self, segment: Segment, read: Read, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
+        """Write the failures into the rows of their slots.
+
+        ``infos`` are all infos, if truncations were laid over some of them; else ``{}``.
+        """
+        failures = [slot for slot in reply.errors if slot in extras.failures]  # others: only the info is unreadable
+        if failures and not infos:
+            infos = dict(extras.infos)
+        for slot in failures:
+            if self._truncates and reply.truncated[slot]:
+                read.truncated_errors[slot] = reply.errors.pop(slot)
+                what = extras.failures[slot]
+                reason = f"The env raised {what.type_name}: {what.text}"
+                final_info = {"multienv": self._truncation_info(reason)}
+                infos[slot] = {**infos.get(slot, {}), **final_info}
+                reply.rewards[slot] = 0.0
+                if self._same_step:
+                    infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": final_info}
+                    continue
+            self._show_again(segment, (slot,), reply)
+        extras.observations = self._unpickled_rows(read.pickled_rows[1], reply.errors)
+        if infos:
+            extras.infos = sorted(infos.items())
+        reply.extras = extras if extras.infos or extras.observations is not None else None
+
+    def _show_again(self, segment: Segment, slots: Sequence[int], reply: RowsReply) -> None:
+        """Copy the rows of slots that the caller saw last into the reply."""
+        if slots and self._position.seen and reply.leaves:
+            before = self._codec.rows(segment, self._position.seen)
+            for leaf, old in zip(reply.leaves, before.leaves, strict=True):
+                for slot in slots:
+                    leaf[slot] = old[slot]
+
+    def _last_observation(self, segment: Segment, slot: int) -> Any:
+        seen, row = self._position.seen, self._position.pickled_rows_now[slot]
+        if self._codec.exact:
+            return self._codec.observation(segment, seen, row) if seen else None
+        if self._codec.has_rows:
+            return self._codec.row(segment, seen, slot) if seen else None
+        return None if row is None else pickle.loads(row)
+
+    def _unpickled_rows(self, pickled_rows: list[bytes | None], errors: dict[int, Exception]) -> Any:
+        """Return the observations that have no rows; those that cannot be unpickled here become ``errors``."""
+        if self._codec.has_rows:
+            return None
+        observations: list[Any] = []
+        for slot, row in enumerate(pickled_rows):
+            observations.append(None)
+            if row is not None:
+                try:
+                    observations[-1] = call_user_code(partial(pickle.loads, row), Illegible)
+                except Illegible as error:
+                    errors.setdefault(slot, unreadable("step", error))
+                    pickled_rows[slot] = self._position.pickled_rows_now[slot]  # the caller has not seen this one
+        return observations
+
+
+def call_answer(
+    payload: bytes, slots: Iterable[int], command: str, error_of: ErrorOf
+) -> tuple[list[Any], dict[int, Exception]]:
+    """Return the values of a call, one for each slot asked (``None`` if it failed), and the errors by slot.
+
+    Args:
+        payload: The payload of the reply.
+        slots: The slots asked.
+        command: What the caller called.
+        error_of: Builds the error of a slot's failure.
+    """
+    pickled, failures = pickle.loads(payload)
+    values: list[Any] = []
+    errors: dict[int, Exception] = {}
+    for slot, data in zip(slots, pickled, strict=True):
+        values.append(None)
+        if slot in failures:
+            errors[slot] = error_of(slot, failures[slot])
+        elif data is not None:
+            try:
+                values[-1] = call_user_code(partial(pickle.loads, data), Illegible)
+            except Illegible as error:
+                errors[slot] = unreadable(command, error)
+    return values, errors
+
+
+def _first_info(extras: Extras) -> dict[str, Any]:
+    info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]
+    return info

@@ -1,0 +1,141 @@
+"""One loss of a worker's process: how the envs are recovered, and what is reported of it."""
+
+from __future__ import annotations
+
+from multienv._engine.processes.channel import Channel, Fate
+from multienv._engine.recovery.policy import RecoveryProgress
+from multienv._engine.recovery.position import Position
+from multienv._engine.recovery.recoverer import RecoveredEnvs, Recoverer, Unrecoverable
+from multienv._engine.recovery.reporter import Reporter
+from multienv._engine.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Recovered, State
+from multienv._engine.reports.texts import what_happened
+from multienv._engine.sometimes import sometimes
+from multienv.config import RestartPolicy
+from multienv.errors import MultienvError, RestartBudgetExceeded
+from multienv.events import Loss, Outcome
+
+
+class Healing:
+    """Recovers from one loss: made when the loss is noticed, kept until the request is answered or the envs given up.
+
+    Args:
+        lost: The channel of the lost process.
+        fate: How that process ended, and which snapshot it left. Not the ``Gone``: its traceback would keep the segment
+            mapped.
+        progress: What the recovery has taken so far.
+        long_past: The lost process had itself been started for this request, and had repeated more of the past than a
+            recovery needs. That past may be the cause, so a short replay is tried first.
+
+    Attributes:
+        loss: The event that describes it; ``None`` until it is made.
+        processes: How many processes the request has ended; known once the envs are recovered.
+    """
+
+    def __init__(self, lost: Channel, fate: Fate, progress: RecoveryProgress, *, long_past: bool = False) -> None:
+        self.lost, self.fate, self.progress = lost, fate, progress
+        self._long_past = long_past
+        self.loss: Loss | None = None
+        self.processes = 0
+
+    def recover(self, recoverer: Recoverer, position: Position) -> RecoveredEnvs:
+        """Recover the envs, with one charge to the budget and one deadline.
+
+        The snapshot is tried first, then replays of the journal. If the process that was recovered with a long past is
+        lost too, a short replay is tried before both: a simulator may fail because of what has accumulated in its
+        process. The snapshot holds that too, and a replay from the construction on accumulates it again.
+
+        Raises:
+            BudgetSpentError: The policy allows no further restart.
+            Unrecoverable: The snapshot and all replays have failed.
+        """
+        progress, journal = self.progress, position.journal
+        recoverer.arm(progress)
+        recoverer.admit(progress, position.steps)
+        found = self._shortly_replayed(recoverer, position) if self._long_past else None
+        found = found or recoverer.wake(self.lost, journal.since, progress, self.fate)
+        if found is None:
+            self.let_go()  # before the replay: there may be too few descriptors for the lost process and a new one
+        return found or recoverer.recover_by_replay(position.build, journal.plans(), progress, journal.why_no_plan())
+
+    def _shortly_replayed(self, recoverer: Recoverer, position: Position) -> RecoveredEnvs | None:
+        sometimes("a process with all of its past is lost with the next request")
+        try:
+            found = recoverer.recover_by_replay(position.build, position.journal.plans(near=True), self.progress)
+        except Unrecoverable:
+            sometimes("no short replay recovers the envs")
+            return None
+        if not found.mismatches:
+            return found
+        sometimes("a short replay differs")
+        found.channel.kill()
+        found.channel.release()
+        return None
+
+    def let_go(self) -> None:
+        """Release the lost process; its segment stays, with what the caller saw last."""
+        self.lost.kill()
+        self.lost.release(keep_memory=True)
+
+    @property
+    def what_happened(self) -> str:
+        """Return a sentence that says how the process was lost."""
+        assert self.loss is not None
+        return what_happened(self.loss)
+
+    def because(self, what: str) -> str:
+        """Return the reason for a truncation: what happened, and why the envs cannot be recovered."""
+        return self._with_setback(f"{self.what_happened} It cannot be recovered: {what}.")
+
+    def _with_setback(self, reason: str) -> str:
+        setback = self.progress.setback
+        return f"{reason} Its snapshot did not bring it back: {setback}." if setback else reason
+
+    def outcome(
+        self, event: Recovered | NotRecovered, instruction: Instruction, before: State, after: State, reservation: str
+    ) -> tuple[Outcome, str]:
+        """Return the outcome to report, and the reason for it.
+
+        Args:
+            event: How the recovery ended.
+            instruction: What follows from that.
+            before: The state before the event.
+            after: The state after it.
+            reservation: The reason if the outcome is "replayed", not "exact".
+        """
+        if isinstance(event, NotRecovered):
+            is_reset = before.request is not None and before.request.kind is Kind.RESET
+            fresh = is_reset and not after.pending_truncations and not after.skipped
+            return "reset" if fresh else "truncated", event.reason
+        if instruction is Instruction.RAISE_POISON:
+            assert self.loss is not None
+            return "raised", f"The same {self.loss.command}() ended process after process."
+        truncated = [reason for slot, reason in after.pending_truncations if slot in event.mismatches]
+        reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
+        if reasons:  # if the pending request resets all slots that differ, nothing is truncated
+            return "truncated" if after.skipped or truncated else "reset", reasons[0]
+        return ("exact", "") if self.progress.is_exact else ("replayed", self._with_setback(reservation))
+
+    def error(self, instruction: Instruction, state: State, reporter: Reporter, policy: RestartPolicy) -> MultienvError:
+        """Build the error for an instruction to raise."""
+        loss = self.loss
+        assert loss is not None
+        if instruction is Instruction.RAISE_BUDGET:
+            text = f"Its RestartPolicy allows {policy.max_restarts} restarts in {policy.window:g} s; they are spent."
+            return reporter.lost_error(loss, text, RestartBudgetExceeded)
+        if instruction is Instruction.RAISE_POISON:
+            sometimes("a reset or a call ends process after process")
+            advice = f"The same {loss.command}() ended process after process, {self.processes} so far; it is given up. "
+            if loss.command == "reset":
+                advice += "The next reset() starts a new process: try another seed or other options, or fix the env."
+            else:
+                advice += "The episode goes on: fix the method that it calls, or do not call it."
+            return reporter.lost_error(loss, advice)
+        if loss.command == "initialize":
+            sometimes("the first process is lost while its envs are built, and given up")
+            return reporter.lost_error(loss, "Run env_fn() in-process to see why; initialize() tries again.")
+        if state.episode is Episode.TRUNCATED:
+            sometimes("a call finds the episode lost")
+            reason = state.pending_truncations[0][1].removeprefix(what_happened(loss)).strip()
+            return reporter.lost_error(loss, f"{reason} The next step() ends the episode.".strip())
+        whose = "The episodes of all its envs are" if len(loss.envs) > 1 else "Its episode is"
+        return reporter.lost_error(loss, f"{whose} lost; the next reset() starts a new process.")

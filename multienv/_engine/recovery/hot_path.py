@@ -1,0 +1,277 @@
+"""The hot path: plain steps of many workers, written by hand.
+
+A worker is asked *plainly* when it waits for a step and nothing else is to be done first. It answers plainly when its
+rows, and infos of numbers, hold all there is to tell. Everything else is left to the supervisor by the first branch.
+
+Each line counts here. What takes 1 µs in a loop of its own takes 3 µs between two processes that share a core, because
+the caches are cold by then. So the loop over the workers is inside these functions, and what they touch of a process
+lies in one object, its ``StepBuffers``.
+
+Ctrl-C: a step lies in its bank before the state says that it is asked, and an answer is kept as ``last_answer`` before
+the state says that it is taken. An answer that was not taken is taken by the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+from gymnasium.spaces import Discrete
+from numpy import int64
+
+from multienv._engine.native import native
+from multienv._engine.processes.channel import SPIN_SECONDS, Channel, give_way
+from multienv._engine.processes.watch import Watched
+from multienv._engine.recovery.state_machine import Episode, Kind, Process, Request, State
+from multienv._engine.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP, INT_STEP
+from multienv._engine.wire.banks import BEGIN, ENDED, STEP, STEPPED
+from multienv._engine.wire.codecs import REWARD_TYPES, Codec
+from multienv._engine.wire.infos import NO_COLUMNS, Extras, NumberInfos, described
+from multienv._engine.wire.segment import REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS
+from multienv.errors import MultienvError
+
+# After one step in so many the limits are applied: see Supervisor.apply_limits.
+SAMPLE = 63
+# Seconds that take() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
+_PATIENCE = 0.01
+
+_STEP, _STEP_ASYNC = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", waits=False)
+_RESET, _RESET_ASYNC = Request(Kind.RESET, "reset"), Request(Kind.RESET, "reset", waits=False)
+# The states of the hot path. A state that is equal to one of them is that object: see interned().
+RUNNING = State(Process.READY, Episode.RUNNING)
+STEPPING = State(Process.READY, Episode.RUNNING, _STEP)
+STEPPING_ASYNC = State(Process.READY, Episode.RUNNING, _STEP_ASYNC)
+# A single env: its episode has ended; a reset that carries nothing is asked for.
+EPISODE_OVER = State(Process.READY, Episode.ENDED)
+RESETTING = State(Process.READY, Episode.ENDED, _RESET)
+RESETTING_ASYNC = State(Process.READY, Episode.ENDED, _RESET_ASYNC)
+_HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_ASYNC, EPISODE_OVER, RESETTING, RESETTING_ASYNC)}
+
+# What a plain reply means for the episode.
+GOES_ON, _ENDS, BEGINS = 0, 1, 2
+
+
+class _Missing:
+    """Stands for the answer that is not there yet."""
+
+
+MISSING = _Missing()
+
+
+def interned(state: State) -> State:
+    """Return the state of the hot path that is equal to this one, if there is one."""
+    return _HOT.get(state, state)
+
+
+def is_asked_plainly(state: State) -> bool:
+    """Tell whether the answer to what is pending may be a plain one."""
+    return state is STEPPING or state is STEPPING_ASYNC or state is RESETTING or state is RESETTING_ASYNC
+
+
+class StepBuffers:
+    """Holds what the hot path touches of one process.
+
+    Args:
+        channel: To the process.
+        codec: Of its envs.
+    """
+
+    __slots__ = (
+        "after",
+        "elements",
+        "encode",
+        "heads",
+        "meanings",
+        "read",
+        "records",
+        "ring",
+        "spins",
+        "words",
+    )
+
+    def __init__(self, channel: Channel, codec: Codec) -> None:
+        segment = channel.segment
+        self.words, self.ring, self.spins = segment.words, channel.ring, channel.spins
+        self.heads = [bank.head for bank in segment.banks]
+        self.records = [bank.record for bank in segment.banks]
+        self.encode: Callable[[int, Any], None] = codec.encoder(segment)
+        self.elements = codec.elements
+        self.read: Callable[[int], Any] = codec.reader(segment)  # the answer; None if it has infos that are pickled
+        self.meanings = plain_heads(exact=codec.exact)
+        # The state after each meaning. In a batch the episodes of the others go on.
+        self.after = (RUNNING, EPISODE_OVER if codec.exact else RUNNING, RUNNING)
+
+
+def buffers_of(supervisor: Any, channel: Channel, codec: Codec) -> Any:
+    """Return what the hot path touches of a process that a supervisor is about to adopt."""
+    return StepBuffers(channel, codec)
+
+
+def _native_buffers(supervisor: Any, channel: Channel, codec: Codec) -> Any:
+    """Return the same for native code: in one object what lies, for the reference, in many."""
+    segment, position = channel.segment, supervisor.position
+    shown: list[Any] = [*codec.shown(segment)]
+    infos = None if codec.exact else [NumberInfos(NO_COLUMNS, b"") for _ in shown]
+    if infos is not None:
+        shown += [reply.with_extras(Extras(one)) for reply, one in zip(shown, infos, strict=True)]
+    takes_integers = codec.exact and type(codec.action_space) is Discrete
+    parts = position, supervisor.pending, supervisor.maintenance, position.journal, supervisor.answers
+    return native.Hot(
+        owners=(supervisor, *parts),
+        buffers=StepBuffers(channel, codec),
+        areas=segment.reply_areas,
+        slots=codec.slots,
+        rewards=codec.layout.rewards,
+        shown=shown,
+        infos=infos,
+        described=described,
+        int64=int64 if takes_integers else None,
+        head=INT_STEP,
+        head_of_int64=INT64_STEP,
+    )
+
+
+def plain_heads(*, exact: bool) -> dict[int, int]:
+    """Return the first 8 bytes, as integers, of a bank that holds a plain reply, and what each means."""
+    tags, rewards = (INT, INT64, *range(ARRAY, ARRAY + len(DTYPES))), range(len(REWARD_TYPES)) if exact else (0,)
+    heads = {
+        STEP | tag << 8 | STEPPED << 16 | flag << 24 | reward << 32: _ENDS if flag else GOES_ON
+        for tag in tags
+        for flag in (0, ENDED)
+        for reward in rewards
+    }
+    return heads | {BEGIN | STEPPED << 16: BEGINS} if exact else heads
+
+
+def ask(
+    supervisors: Sequence[Any],
+    members: Sequence[int],
+    begin: int,
+    actions: Sequence[Any],
+    state: State,
+    asker: Any,
+    nothing: Any = MISSING,
+    watched: Watched | None = None,
+) -> int:
+    """Publish steps, up to the first worker that cannot be asked plainly; does not block.
+
+    Args:
+        supervisors: Each a ``Supervisor``; of all members.
+        members: Which of them, in this order.
+        begin: The place in ``members`` to begin at.
+        actions: One for each member; ``nothing`` leaves it alone. With ``watched`` one for each of ``members``.
+        state: ``STEPPING`` or ``STEPPING_ASYNC``.
+        asker: What asked each worker last, as its ``asked_by`` says.
+        nothing: The action that leaves a member alone.
+        watched: Of workers that go at their own pace. One whose process is not watched is not asked plainly.
+
+    Returns:
+        The place of the first that is not done.
+    """
+    for place in range(begin, len(members)):
+        member = members[place]
+        action = actions[member if watched is None else place]
+        if action is not nothing:
+            supervisor = supervisors[member]
+            with supervisor.lock:
+                if supervisor.state is not RUNNING or supervisor.asked_by is not asker or supervisor.maintenance.is_due:
+                    return place
+                buffers, number, pending = supervisor.buffers, supervisor.position.number + 1, supervisor.pending
+                try:
+                    buffers.encode(number, action)
+                except MultienvError:  # the supervisor raises it once more
+                    return place
+                words = buffers.words
+                if watched is not None:
+                    known: Any = watched.known.get(member)
+                    if known is not words:
+                        return place
+                    watched.asked[member] = words, number
+                    words[TRAINER_SLEEPS] = watched.sleeps
+                limit = pending.limit = pending.step_limit
+                pending.until = None if limit is None else monotonic() + limit
+                supervisor.state = state
+                words[REQUEST] = number
+                if words[WORKER_SLEEPS]:
+                    buffers.ring(number)
+    return len(members)
+
+
+def take(  # noqa: C901 - one loop, because each call counts here
+    supervisors: Sequence[Any],
+    members: Sequence[int],
+    answers: Any,
+    state: State,
+    leaves_ends: bool = False,
+) -> bool:
+    """Wait for plain answers, the worker that was asked last first, and put them into ``answers``.
+
+    A worker alone is waited for until it answers or is lost; of several, one that is slow is left.
+
+    Args:
+        supervisors: Each a ``Supervisor``; of all members.
+        members: Which of them, in the order in which they were asked.
+        answers: A list with one for each member, of which those that are ``MISSING`` are looked at; or a dict for
+            those of ``members``.
+        state: That of a worker whose answer may be taken.
+        leaves_ends: Leave the answer that ends an episode with its supervisor.
+
+    Returns:
+        Whether an answer is left, because it is not plain, or its process is slow or has ended.
+    """
+    is_left, until, is_list = False, None, type(answers) is list
+    for member in reversed(members):
+        if is_list and answers[member] is not MISSING:
+            continue
+        supervisor = supervisors[member]
+        with supervisor.lock:
+            if supervisor.state is not state:
+                is_left = True
+                continue
+            buffers, position = supervisor.buffers, supervisor.position
+            number = position.number + 1
+            words, side = buffers.words, number & 1
+            spins = buffers.spins
+            if words[REPLY] != number and spins:
+                asleep_at = monotonic() + SPIN_SECONDS
+                while words[REPLY] != number and spins:
+                    give_way()
+                    spins = spins - 1 if monotonic() < asleep_at else 0
+            if not spins:
+                if until is None and len(members) > 1:
+                    until = monotonic() + _PATIENCE
+                if not supervisor.is_answered(number, until):
+                    is_left = True
+                    continue
+            meaning = buffers.meanings.get(buffers.heads[side][0])
+            if meaning is None or (meaning == BEGINS and words[REQUEST] != number):
+                is_left = True
+                continue
+            answer = buffers.read(number)
+            if answer is None:
+                answer = supervisor.with_infos(number)
+                if answer is None:
+                    is_left = True
+                    continue
+            journal = position.journal
+            if journal.recording:
+                journal.entries[number] = bytes(buffers.records[side])
+            if meaning == BEGINS:
+                answer = answer[0], answer[4]
+            supervisor.last_answer = answer
+            # Adjacent stores: no signal handler comes in between.
+            position.seen, position.number, supervisor.state = number, number, buffers.after[meaning]
+            if meaning or supervisor.answers.started == number or not number & SAMPLE:
+                supervisor.count_plain(answer, number, meaning)
+            else:
+                position.steps += 1
+            if meaning and leaves_ends:
+                is_left = True
+            else:
+                answers[member] = answer
+    return is_left
+
+
+if native is not None and native.follow(globals()):  # the same in native code
+    ask, take, buffers_of = native.ask, native.take, _native_buffers

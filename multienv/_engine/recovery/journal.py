@@ -1,0 +1,433 @@
+"""What drove the envs of a worker, what the caller saw of it, and where a replay of each slot can begin.
+
+Entries are stored under the number of their request (``wire.banks`` says what is in one). The hot path stores that of
+a plain step itself: a copy of its bank. An interrupted call may store an entry twice: the same one, under the same
+number.
+
+Each slot has a history of its own. A replay from the construction of its env is exact, whatever the env remembers. The
+entries for it are kept for about two seconds of the envs' time; longer where nothing else can take their place: as long
+as the worker can be forked and has no snapshot yet; and, without snapshots or until each slot has a proven start (see
+below), as long as a replay may take at all. A snapshot does not take their place: it may be lost with its worker.
+
+Later a slot is replayed from a *start*: a reset of that slot before which the worker has saved the state of the slot's
+random generators, whether the caller or the worker asked for the reset. Until its start a slot takes no part in a
+replay. A start is proven by an episode that has ended since, because a replay from there compares at least that
+episode. The last two proven starts are kept. An env that remembers something from before its start may go on otherwise.
+So such a replay is not exact.
+
+What the journal holds is therefore bounded by the length of episodes, not by the length of the run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from multienv._engine.recovery.memory import MemoryAcrossResets
+from multienv._engine.sometimes import sometimes
+from multienv._engine.wire.banks import HEAD, OVERHEAD
+from multienv._engine.wire.messages import Replay, ReplayStart
+from multienv.config import RestartPolicy
+
+# Seconds that the envs of a worker took since their construction, up to which a replay begins there; or twice what the
+# construction took, if that is more.
+AFFORDABLE = 2.0
+# Why a slot cannot be replayed.
+UNKNOWN = (
+    "its episode is no longer recorded from its beginning, and there is no snapshot. It has probably outgrown "
+    "RestartPolicy.replay_limit or journal_limit"
+)
+UNPROVEN = (
+    "there is no snapshot, none of its episodes has ended since the reset where its replay would begin, so that too "
+    "little could be compared, and it is no longer recorded from its construction. That has probably outgrown "
+    "RestartPolicy.replay_limit or journal_limit"
+)
+NEW = "it is a new one"
+NOT_ACCEPTED = "it can only be replayed from a reset, which RestartPolicy(accept='exact') does not take"
+# Starts of a slot that are kept, of those that are proven: if a replay from the last one differs, the one before is
+# tried.
+_KEPT = 2
+# How many calls are kept, which include attributes set, to be repeated before a replay; older ones are forgotten.
+MOST_CALLS = 1000
+# They take no more bytes than the limit of the journal divided by this.
+_CALLS_PART = 4
+
+
+class Start(NamedTuple):
+    """A reset of one slot at which a replay of it can begin.
+
+    Attributes:
+        number: Of the request in which the slot was reset.
+        seconds: Time of the worker's envs up to there, see :meth:`Journal.trim`.
+        generators: State of its random generators before that; see ``worker.seeding``.
+    """
+
+    number: int
+    seconds: float
+    generators: bytes
+
+
+@dataclass(slots=True)
+class History:
+    """Holds what is known of one slot.
+
+    Attributes:
+        starts: The oldest first.
+        ended: Number of the last request in which an episode ended, or a reset was asked for.
+        is_whole: What is recorded reaches back to the construction of the slot's env.
+    """
+
+    starts: tuple[Start, ...] = ()
+    ended: int = 0
+    is_whole: bool = True
+
+    def proven(self) -> tuple[Start, ...]:
+        """Return the starts after which an episode has ended: a replay from there compares at least one."""
+        return tuple(one for one in self.starts if one.number < self.ended)
+
+    @property
+    def gap(self) -> str:
+        """Return why the slot cannot be replayed from a reset, if it cannot."""
+        if self.proven():
+            return NOT_ACCEPTED
+        return UNPROVEN if self.starts else UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A replay to try.
+
+    Attributes:
+        entries: Entries to run again; what comes of them must be the same bytes.
+        starts: Where slots begin. Those not named take part from the first entry on.
+        missing: Slots that take no part in it, and why.
+        calls: Calls and attributes set before the first entry.
+        requests: Number of the entries.
+        begun: The starts, by slot.
+        resets: Slots that are replayed from a reset, and not from the construction of their envs.
+    """
+
+    entries: bytes
+    starts: tuple[ReplayStart, ...] = ()
+    missing: Mapping[int, str] = field(default_factory=dict)
+    calls: tuple[bytes, ...] = ()
+    requests: int = 0
+    begun: Mapping[int, Start] = field(default_factory=dict)
+    resets: tuple[int, ...] = ()
+
+    @property
+    def message(self) -> Replay:
+        """Return the request for the worker."""
+        skipped = tuple(ReplayStart(slot, self.requests, b"") for slot in self.missing)
+        return Replay(self.entries, (*self.starts, *skipped), self.calls)
+
+
+class Journal:
+    """Holds entries, bounded by episodes, in bytes, and in the time that their replay takes.
+
+    Args:
+        recording: Entries are kept at all.
+        policy: Says whether they are kept for recoveries, or for crash reports alone, and which replays are taken.
+        memory: Whether the env has shown a memory across resets.
+
+    Attributes:
+        entries: By number, in order; the supervisor puts plain steps here itself.
+        memory: As given; a batch shares it.
+        first: Number of the oldest request that is wholly known, with all that came after it.
+        stride: Length of a plain step.
+        histories: Of each slot.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "entries",
+        "recording",
+    )  # the hot path reads these, native code by offset
+
+    def __init__(
+        self,
+        *,
+        recording: bool,
+        policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
+        memory: MemoryAcrossResets | None = None,
+    ) -> None:
+        self.recording = recording
+        self.replaying = policy.replays and recording
+        self._policy, self.memory = policy, memory or MemoryAcrossResets()
+        self.stride, self.slots, self._affordable = HEAD.size, 1, AFFORDABLE
+        self.begin(0)
+
+    def lay_out(self, stride: int, slots: int, construction: float = 0.0) -> None:
+        """Note how long a plain step is, how many envs there are, and the seconds that their construction took."""
+        self.stride, self.slots, self._affordable = stride, slots, max(AFFORDABLE, 2 * construction)
+
+    def begin(self, number: int, calls: Iterable[bytes] = ()) -> None:
+        """Empty the journal, because the envs were just built: the next request is ``number + 1`` or later.
+
+        Args:
+            number: Of the last request before.
+            calls: Calls and attributes set that were repeated in the new envs.
+        """
+        repeated = list(calls)
+        self.entries: dict[int, bytes] = {}
+        self.first = self._oldest = number + 1
+        self.histories = [History(is_whole=self.recording) for _ in range(self.slots)]
+        self._built: float | None = None  # time of the envs at their construction; noted at the first look
+        self._is_affordable = True  # a replay from the construction, as far as time goes
+        self._longer: dict[int, int] = {}  # by how much an entry is longer than a plain step, or shorter
+        self._kept_calls = dict(enumerate(repeated, number + 1 - len(repeated)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it reaches back to the construction of the envs, for one slot at least."""
+        return any(history.is_whole for history in self.histories)
+
+    @property
+    def last(self) -> int:
+        """Return the number of the newest entry; that before the first if there is none."""
+        return next(reversed(self.entries), self.first - 1)
+
+    def __len__(self) -> int:
+        """Return the bytes held."""
+        held = len(self.entries) * self.stride + sum(self._longer.values()) + sum(map(len, self._kept_calls.values()))
+        return held + sum(len(start.generators) for history in self.histories for start in history.starts)
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def log(self, number: int, entry: bytes, call: bytes = b"") -> None:
+        """Add the entry of a request; adding it again changes nothing.
+
+        Args:
+            number: Of the request.
+            entry: Whatever its length.
+            call: The message, pickled, if it may change an env for longer than an episode: see ``messages.CALLS``.
+        """
+        if not self.recording:
+            return
+        if len(entry) != self.stride:
+            self._longer[number] = len(entry) - self.stride
+        if call:
+            self._kept_calls[number] = call
+        self.entries[number] = entry
+
+    def cut(self, number: int) -> None:
+        """Forget entries after that of ``number``: an interrupted call has stored them, but not committed them."""
+        for late in list(takewhile(lambda one: one > number, reversed(self.entries))):
+            for held in (self._longer, self._kept_calls, self.entries):
+                held.pop(late, None)
+
+    def note_start(self, slot: int, number: int, generators: bytes, seconds: float) -> None:
+        """Note a reset of a slot, and the state of its generators before it. To note it twice changes nothing."""
+        history = self.histories[slot]
+        earlier = tuple(one for one in history.starts if one.number < number)
+        history.starts = (*earlier, Start(number, seconds, generators))
+
+    def note_ends(self, slots: Iterable[int], number: int) -> None:
+        """Note that episodes of these slots ended in a request, or that it resets them."""
+        for slot in slots:
+            self.histories[slot].ended = number
+
+    def lose(self, slots: Iterable[int]) -> None:
+        """Forget the starts of these slots: their envs are others than the recorded ones."""
+        for slot in slots:
+            self.histories[slot] = History(ended=self.histories[slot].ended, is_whole=False)
+
+    def go_on_from(self, plan: Plan) -> None:
+        """Note that the envs come from this replay: what lies before its starts cannot be replayed any more."""
+        for slot, start in plan.begun.items():
+            history = self.histories[slot]
+            if history.starts and history.starts[0].number < start.number:
+                kept = tuple(one for one in history.starts if one.number >= start.number)
+                self.histories[slot] = History(kept, history.ended, is_whole=False)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def since(self, number: int) -> Plan | None:
+        """Return the replay of what came after request ``number``; ``None`` if not all of that is held any more."""
+        if not self.recording or number + 1 < self.first:
+            return None
+        numbers = self._numbers_from(number + 1)
+        return Plan(b"".join([self.entries[one] for one in numbers]), requests=len(numbers))
+
+    def _numbers_from(self, front: int) -> list[int]:
+        """Return the numbers of the entries from ``front`` on; what comes before is not looked at."""
+        return list(takewhile(lambda one: one >= front, reversed(self.entries)))[::-1]
+
+    def plans(self, *, near: bool = False, anew: Collection[int] = ()) -> list[Plan]:
+        """Return the replays to try, in order.
+
+        Args:
+            near: The shortest first, even if the journal is whole: a long replay would leak again what has leaked.
+            anew: Slots that take no part in them: their envs are to be new ones.
+        """
+        if not self.recording:
+            return []
+        plans = self._plan(near=False, anew=anew), self._plan(near=True, anew=anew)
+        found = [plan for plan in plans if plan is not None]
+        repeats_all = len({plan.requests for plan in found}) == 1  # also the near one, for a slot without a start
+        is_far = self.is_whole and (self._is_affordable or self.memory.has_shown or repeats_all)
+        if near or not is_far:
+            found.reverse()
+        return found[:1] if len(found) == 2 and found[0].begun == found[1].begun else found
+
+    def can_be_shorter(self, plan: Plan | None) -> bool:
+        """Tell whether another replay can begin later than this one; ``None``: than a woken snapshot."""
+        near = self._plan(near=True)
+        return near is not None and (plan is None or plan.begun != near.begun)
+
+    def _plan(self, *, near: bool, anew: Collection[int] = ()) -> Plan | None:
+        """Return the replay from the last starts, or from the first ones; ``None`` if no slot has any."""
+        begun, missing, resets, from_construction = {}, {}, [], False
+        only_whole = self._policy.accept == "exact"
+        for slot, history in enumerate(self.histories):
+            proven = history.proven()
+            if slot in anew:
+                missing[slot] = NEW
+            elif history.is_whole and (only_whole or not near or proven[-1:] in ((), history.starts[:1])):
+                from_construction = True
+                if history.starts:
+                    begun[slot] = history.starts[0]
+            elif proven and not only_whole:
+                begun[slot] = proven[-1 if near else 0]
+                resets.append(slot)
+            else:
+                sometimes("a slot cannot be replayed")
+                missing[slot] = history.gap
+        if len(missing) == self.slots:
+            return None
+        front = self.first if from_construction else min(one.number for one in begun.values())
+        numbers = self._numbers_from(front)
+        return Plan(
+            b"".join([self.entries[number] for number in numbers]),
+            tuple(
+                ReplayStart(slot, bisect_left(numbers, one.number), one.generators, waits=slot in resets)
+                for slot, one in begun.items()
+            ),
+            missing,
+            tuple(payload for number, payload in self._kept_calls.items() if number < front),
+            len(numbers),
+            begun,
+            tuple(resets),
+        )
+
+    def why_no_plan(self) -> str:
+        """Return why there is no plan, so that no slot can be replayed."""
+        gaps = [history.gap for history in self.histories]
+        return next((gap for gap in (NOT_ACCEPTED, UNPROVEN) if gap in gaps), UNKNOWN)
+
+    def kept_calls(self) -> tuple[bytes, ...]:
+        """Return all calls that are kept, each pickled: they are repeated in new envs, too."""
+        return tuple(self._kept_calls.values())
+
+    # --- limits -----------------------------------------------------------------------------------
+
+    def trim(self, limit: int, seconds: float, longest: float, snapshot: int, *, forks: bool = False) -> None:
+        """Forget the entries and starts that no recovery needs any more.
+
+        Args:
+            limit: Bytes that entries may take.
+            seconds: Time of the worker's envs so far.
+            longest: Time of the envs that a replay may take.
+            snapshot: Number of the last request executed in the newest forked snapshot; 0: there is none.
+            forks: The worker can be forked, as far as is known.
+        """
+        self._forget_calls(limit)
+        self._built = seconds if self._built is None else self._built
+        since_built, room = seconds - self._built, self._front_within(limit)
+        self._is_affordable = since_built <= min(self._affordable, longest)
+        is_kept = self._is_affordable
+        stands = self._policy.accept != "exact" and all(history.proven() for history in self.histories)
+        # Else no other recovery would be exact, or there would be none. A crash report may begin at any reset.
+        if self.replaying and not (snapshot and stands and not self.memory.has_shown):
+            is_kept = since_built <= longest or (forks and not snapshot)
+        is_kept = is_kept and room == self.first
+        front, histories = self.first, []
+        for history in self.histories:
+            is_whole = history.is_whole and is_kept
+            kept = [one for one in history.starts if one.number >= room and seconds - one.seconds <= longest]
+            proven = history.proven()[-_KEPT:]
+            kept = [one for one in kept if not proven or one.number >= proven[0].number]
+            if is_whole and history.starts[:1] != tuple(kept[:1]):
+                kept = [*history.starts[:1], *kept]
+            histories.append(History(tuple(kept), history.ended, is_whole))
+        if not any(history.is_whole for history in histories):
+            wanted = [history.starts[0].number for history in histories if history.starts]
+            front = max(room, min(wanted + [snapshot + 1] * bool(snapshot), default=self.last + 1))
+        # Adjacent stores: no signal handler comes in between. The entries that no plan uses any more are dropped below,
+        # or next time.
+        self.histories, self.first = histories, front
+        if self._oldest < front:
+            drop, dropped = self.entries.pop, range(self._oldest, front)
+            for number in dropped:
+                drop(number, None)
+            for number in dropped if self._longer else ():
+                self._longer.pop(number, None)
+            self._oldest = front
+
+    def _front_within(self, limit: int) -> int:
+        """Return the number from which on entries take no more than ``limit`` bytes."""
+        each = self.stride + OVERHEAD
+        held = each * len(self.entries) + sum(self._longer.values())
+        if held <= limit:
+            return self.first
+        sometimes("a journal outgrows its limit")
+        front, last = self.first, self.last
+        for number in range(self._oldest, front):  # left by an interrupted trim
+            if number in self.entries:
+                held -= each + self._longer.get(number, 0)
+        while held > limit and front <= last:
+            if front in self.entries:
+                held -= each + self._longer.get(front, 0)
+            front += 1
+        return front
+
+    def _forget_calls(self, limit: int) -> None:
+        """Keep the newest calls and attributes set."""
+        size = sum(map(len, self._kept_calls.values()))
+        for number in list(self._kept_calls):
+            if len(self._kept_calls) <= MOST_CALLS and size <= limit // _CALLS_PART:
+                return
+            sometimes("a call or attribute set is too old to be repeated")
+            if number < self.first:  # repeated in the new envs: a replay from their construction would lack it
+                for history in self.histories:
+                    history.is_whole = False
+            size -= len(self._kept_calls.pop(number))
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def dump(self) -> dict[str, Any]:
+        """Return the contents as plain data."""
+        return {
+            "entries": dict(self.entries),
+            "first": self.first,
+            "built": self._built,
+            "is_affordable": self._is_affordable,
+            "stride": self.stride,
+            "calls": dict(self._kept_calls),
+            "histories": tuple((tuple(map(tuple, of.starts)), of.ended, of.is_whole) for of in self.histories),
+        }
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """Replace the contents by what :meth:`dump` returned."""
+        histories = [History(tuple(Start(*one) for one in starts), *rest) for starts, *rest in data["histories"]]
+        self.lay_out(data["stride"], len(histories))
+        longer = {number: len(entry) - self.stride for number, entry in data["entries"].items()}
+        self._longer = {number: by for number, by in longer.items() if by}
+        self.entries, self._kept_calls, self.histories = dict(data["entries"]), dict(data["calls"]), histories
+        self.first = data["first"]
+        self._oldest = next(iter(self.entries), self.first)  # there may be some that an interrupted trim has left
+        self._built, self._is_affordable = data["built"], data["is_affordable"]
+
+
+def furthest_replay(data: Mapping[str, Any] | None) -> Replay | None:
+    """Return the replay that reaches back furthest in what :meth:`Journal.dump` returned; ``None`` if there is none."""
+    if data is None:
+        return None
+    journal = Journal(recording=True)  # also one that is for crash reports alone can be replayed
+    journal.load(data)
+    plans = journal.plans()
+    return max(plans, key=lambda plan: plan.requests).message if plans else None

@@ -1,0 +1,103 @@
+"""Decide whether a process is replaced by plan between two requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from multienv._engine.processes.channel import Channel
+from multienv._engine.recovery.policy import Recycling
+from multienv._engine.recovery.position import Position
+from multienv._engine.recovery.reporter import memory_of
+from multienv._engine.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOTS, STEP_SECONDS
+from multienv._engine.worker.census import OBSTACLES
+from multienv.config import RestartPolicy
+
+
+class Maintenance:
+    """Finds out when the process of a worker is to be replaced.
+
+    Args:
+        policy: The limits.
+        position: Of the worker.
+        resets_itself: The worker begins the next episode by itself: it is counted when one has ended.
+
+    Attributes:
+        is_due: Something is to be done before the next request.
+        recycling_due: Why the process is to be replaced, or ``""``.
+        spoilt: Slots that need a new env, because their resets have ended processes.
+        ends_first: The old process has to end before a new one is launched: its envs could not be built beside it.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "is_due",
+    )  # the hot path reads it, native code by offset
+
+    def __init__(self, policy: RestartPolicy, position: Position, *, resets_itself: bool = False) -> None:
+        self._policy, self._position, self._resets_itself = policy, position, resets_itself
+        self.recycling = Recycling(policy, time.monotonic)
+        self.is_due = False
+        self.recycling_due = ""
+        self.spoilt: frozenset[int] = frozenset()
+        self.ends_first = False
+        self._steps, self._others = 0, 0.0  # at the last call of took(): steps, and other time in the present process
+        self._step = 0.0  # time of a step, at the last count
+
+    def begin(self, channel: Channel, replayed: int, *, is_over: bool) -> None:
+        """Note that a new process has taken over, after so many requests of a replay; ``is_over``: no episode runs."""
+        self.recycling.begin(self._position.steps, self._ended(is_over=is_over), replayed)
+        self._others = channel.segment.times[OTHER_SECONDS]
+        self.is_due, self.recycling_due, self.spoilt = False, "", frozenset()
+
+    def _ended(self, *, is_over: bool) -> int:
+        """Return about how many episodes have ended: of several envs, all but one count as ended."""
+        return max(0, self._position.episodes - (self._resets_itself or not is_over))
+
+    def spoil(self, slot: int) -> None:
+        """Note that a slot is to get a new env before the next request."""
+        self.spoilt, self.is_due = self.spoilt | {slot}, True
+
+    def put_off(self, *, is_built: bool = True) -> None:
+        """Note that the process was not replaced.
+
+        Args:
+            is_built: The envs could be built in another process; else the old one ends first the next time.
+        """
+        self.recycling_due, self.spoilt = "", frozenset()
+        self.ends_first = self.ends_first or not is_built
+        self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
+
+    def moved(self) -> None:
+        """Note that the worker was moved to another position, whose steps are counted already."""
+        self._steps = self._position.steps
+
+    def took(self, channel: Channel) -> float:
+        """Return the time that the envs took since the last count."""
+        times = channel.segment.times
+        steps, others, step = self._position.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
+        # The smaller of two: a step may have waited for its core, and the next smoothed time shows that less.
+        seconds: float = max(0, steps - self._steps) * min(step, self._step or step) + others - self._others
+        self._steps, self._others, self._step = steps, others, step
+        return seconds
+
+    def look(self, channel: Channel, is_between: Callable[[], bool]) -> None:
+        """Find out what is due; called after one step in 64, and when an episode ends or begins.
+
+        ``is_between`` tells whether no episode runs.
+        """
+        position = self._position
+        if self.recycling.wanted and not self.recycling_due:
+            is_over = is_between()
+            counts = position.steps, self._ended(is_over=is_over), len(position.seeds)
+            self.recycling_due = self.recycling.due(*counts, lambda: memory_of(channel), is_over=is_over)
+        is_ripe = bool(self.recycling_due) and not self.recycling.is_put_off(position.episodes)
+        self.is_due = is_ripe or bool(self.spoilt)
+
+    def snapshots(self, channel: Channel | None) -> tuple[int, str]:
+        """Return how many forked snapshots the process has taken, and why it takes none now."""
+        if channel is None:
+            return 0, ""
+        words = channel.segment.words
+        return words[SNAPSHOTS], OBSTACLES[words[OBSTACLE]]

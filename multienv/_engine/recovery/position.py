@@ -1,0 +1,140 @@
+"""Where a worker's envs stand, as the caller has seen them: a recovery ends at this position.
+
+Only the supervisor and the hot path write it. A kept snapshot, a checkpoint and a crash report hold what
+:meth:`Position.dump` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from multienv._engine.recovery.journal import Journal
+from multienv._engine.wire.messages import Build
+from multienv._engine.wire.segment import Segment
+
+PickledRows = tuple[int, list[bytes | None]]
+
+
+class Position:
+    """Holds all that the caller has seen of one worker.
+
+    Args:
+        build: The request that built the present envs.
+        journal: What drove them.
+
+    Attributes:
+        number: Of the last request whose answer was collected; the pending one has the next number. An answer that no
+            process gave counts two, so that the bank with what was seen last is not written to.
+        seen: Number of the last reply with an observation; 0: none. Its rows lie in the bank of that number.
+        pickled_rows: Number of a reply, and for each slot the pickle of what the caller saw in it, if that did not fit
+            the row of the slot in the bank; see :attr:`pickled_rows_now`.
+        spaces: Observation and action space that a single env has set since it was built, pickled; ``b""``: none.
+        journal, build: As given; the seeds and generators in ``build`` are those of the present envs.
+        steps: Step requests answered.
+        episodes: Episodes begun, of all envs together.
+        steps_before: Step requests answered before the running episode of each env.
+        seeds: Of the last seeded reset, for each env.
+        seconds: Time that the envs took so far, about.
+    """
+
+    __slots__ = (
+        "build",
+        "episodes",
+        "journal",
+        "number",
+        "pickled_rows",
+        "seconds",
+        "seeds",
+        "seen",
+        "spaces",
+        "steps",
+        "steps_before",
+    )
+
+    def __init__(self, build: Build, journal: Journal) -> None:
+        self.build, self.journal = build, journal
+        self.number, self.seen = 1, 0
+        self.pickled_rows: PickledRows = 0, [None] * len(build.draws)
+        self.spaces = b""
+        self.steps = self.episodes = 0
+        self.steps_before = [0] * len(build.draws)
+        self.seeds: list[int | None] = [None] * len(build.draws)
+        self.seconds = 0.0
+
+    @property
+    def pickled_rows_now(self) -> list[bytes | None]:
+        """Return for each slot the pickle of what the caller saw last; ``None`` if that lies in the row of the slot.
+
+        The hot path takes only replies without pickled rows. It updates ``seen`` and leaves :attr:`pickled_rows` as it
+        is: its number then differs from ``seen``, which says that there are none.
+        """
+        number, pickled_rows = self.pickled_rows
+        return list(pickled_rows) if number == self.seen else [None] * len(pickled_rows)
+
+    # --- counting ---------------------------------------------------------------------------------
+
+    def count_reset(self, seeds: Iterable[int | None], touches: Any) -> None:
+        """Count the episodes that an answered reset has begun; ``touches`` tells of a slot whether it was reset."""
+        for slot, seed in enumerate(seeds):
+            if touches(slot):
+                self.episodes += 1
+                self.steps_before[slot] = self.steps
+                self.seeds[slot] = self.seeds[slot] if seed is None else seed
+
+    def count_left_alone(self, slots: Iterable[int]) -> None:
+        """Leave the step that is answered now out of the count of these slots, which took no part in it."""
+        for slot in slots:
+            self.steps_before[slot] += 1
+
+    def count_ends(self, slots: Iterable[int]) -> None:
+        """Count the episodes that begin because the step which is answered now, and not counted yet, has ended others.
+
+        They begin with this step or the next, where the worker resets by itself; else a reset begins them.
+        """
+        if self.build.autoreset in ("NEXT_STEP", "SAME_STEP"):
+            before = self.steps + 1 + (self.build.autoreset == "NEXT_STEP")
+            for slot in slots:
+                self.steps_before[slot] = before
+                self.episodes += 1
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def shown(self, segment: Segment) -> dict[str, Any]:
+        """Return what the caller saw last, as plain data; ``segment``: of the process that showed it."""
+        bank = segment.banks[self.seen & 1]
+        rows = bytes(bank.view[bank.layout.rewards :]) if self.seen else b""  # else a lost process may have written it
+        return {"seen": self.seen, "pickled_rows": self.pickled_rows_now, "bank": rows}
+
+    def show(self, segment: Segment, shown: Mapping[str, Any]) -> None:
+        """Note that the caller has seen what :meth:`shown` returned; its rows are put into a bank of ``segment``."""
+        self.seen = shown["seen"]
+        self.pickled_rows = self.seen, list(shown["pickled_rows"])
+        bank = segment.banks[self.seen & 1]
+        if len(shown["bank"]) == bank.layout.size - bank.layout.rewards:
+            bank.view[bank.layout.rewards :] = shown["bank"]
+
+    def dump(self, segment: Segment) -> dict[str, Any]:
+        """Return all of it as plain data; ``segment``: of the process that showed what was seen last."""
+        return {
+            "journal": self.journal.dump(),
+            "shown": self.shown(segment),
+            "spaces": self.spaces,
+            "build": (self.build.seeds, self.build.draws, dict(self.build.generators), self.build.code),
+            "seeds": tuple(self.seeds),
+            "number": self.number,
+            "steps": self.steps,
+            "steps_before": tuple(self.steps_before),
+            "episodes": self.episodes,
+            "seconds": self.seconds,
+        }
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """Hold what :meth:`dump` returned, but for what was seen last: that needs a process, see :meth:`show`."""
+        self.journal.load(data["journal"])
+        seeds, draws, generators, code = data["build"]
+        self.build = replace(self.build, seeds=seeds, draws=draws, generators=generators, code=code)
+        self.seeds[:], self.steps_before[:] = data["seeds"], data["steps_before"]
+        self.number, self.steps, self.episodes = data["number"], data["steps"], data["episodes"]
+        self.seconds, self.spaces = data["seconds"], data["spaces"]

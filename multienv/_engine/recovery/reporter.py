@@ -1,0 +1,342 @@
+"""Counts and reports what happens to one worker: to hooks, to the log, in crash reports and in errors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from multienv._engine.interrupts import runs_user_code
+from multienv._engine.processes.channel import Channel, Gone
+from multienv._engine.recovery import state_machine
+from multienv._engine.recovery.journal import furthest_replay
+from multienv._engine.recovery.policy import RecoveryProgress
+from multienv._engine.recovery.position import Position
+from multienv._engine.recovery.repeats import Repeats
+from multienv._engine.reports.crash import Case, CrashReports
+from multienv._engine.reports.texts import env_error, lost_error, named, outcome_text, what_happened
+from multienv._engine.wire.codecs import Codec
+from multienv._engine.wire.messages import Description, Failure
+from multienv._engine.wire.segment import RESIDENT
+from multienv._engine.wire.shared_pickle import SharedPickle
+from multienv.errors import WorkerLostError
+from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
+
+logger = logging.getLogger("multienv")
+_KEPT_TIMES = 1000
+# How many events of a worker are kept for crash reports.
+_PATH = 50
+
+
+class Reporter:
+    """Counts and reports what happens to one worker.
+
+    Hooks are not called at once: their events are queued until the caller's call is done.
+
+    Args:
+        position: Of the worker.
+        index: Env index of its first env, or ``None``.
+        hooks: Called with each event.
+        reports: Where crash reports are written; ``None``: nowhere.
+
+    Attributes:
+        asked: Seeds of the reset that was asked for last, answered or not.
+        events: Hooks, each with an event that it has not been called with yet. Several fan-outs read it, so it is never
+            replaced.
+        path: The last events and the states that they led to, but for those of plain steps.
+    """
+
+    def __init__(self, position: Position, index: int | None, hooks: tuple[Hook, ...], reports: Path | None) -> None:
+        self._position, self.index = position, index
+        self.reports = CrashReports(reports, index)
+        self.asked: Sequence[int | None] = ()
+        self.last_loss: Loss | None = None
+        self.last_recovery: Recovery | None = None
+        self.events: deque[tuple[Callable[[Any], object], Any]] = deque()
+        self.path: deque[tuple[state_machine.Event, state_machine.State]] = deque(maxlen=_PATH)
+        self._slots = len(position.seeds)
+        self._hooks = hooks
+        self._repeats = Repeats()
+        self._losses = self._replayed_requests = 0
+        self._outcomes: Counter[Outcome] = Counter()  # of losses
+        self._recyclings: Counter[str] = Counter()  # by outcome
+        self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
+
+    # --- names and positions ----------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Return how messages name the env, or the envs."""
+        return named(self.envs).capitalize()
+
+    def env_in(self, slot: int) -> str:
+        """Return how sentences name the env in a slot; of slot -1, all envs of the worker."""
+        index = self.index_of(slot)
+        return named(self.envs if index is None else (index,))
+
+    @property
+    def envs(self) -> tuple[int, ...]:
+        """Return the indexes of the envs in their batch; ``()``: they have none."""
+        return () if self.index is None else tuple(range(self.index, self.index + self._slots))
+
+    def index_of(self, slot: int) -> int | None:
+        """Return the index of a slot's env in its batch; of slot -1, that of a worker with one env."""
+        if slot >= 0:
+            return None if self.index is None else self.index + slot
+        return self.index if self._slots == 1 else None
+
+    def seed_of(self, slot: int, command: str) -> int | None:
+        """Return the seed that a reset asks for, else the last seed of a slot; of slot -1, that of the only env."""
+        known = slot < self._slots and (slot >= 0 or self._slots == 1)
+        if not known:
+            return None
+        asked = self.asked[max(slot, 0)] if command == "reset" and self.asked else None
+        return self._position.seeds[max(slot, 0)] if asked is None else asked
+
+    def episode_steps(self, slot: int, command: str) -> int | None:
+        """Return the steps of a slot's episode, if ``command`` is in one; of slot -1, that of a worker with one env."""
+        known = (slot >= 0 or self._slots == 1) and command not in ("initialize", "reset", "rollout")
+        position = self._position
+        return max(0, position.steps - position.steps_before[max(slot, 0)]) if known else None
+
+    def error_of(self, slot: int, failure: Failure, command: str) -> Exception:
+        """Build the error for what a slot's env raised; slot -1: the failure says which, or it is not known."""
+        slot = failure.slot if slot < 0 <= failure.slot else slot
+        step = self.episode_steps(slot, command)
+        return env_error(
+            failure, index=self.index_of(slot), command=command, step=step, seed=self.seed_of(slot, command)
+        )
+
+    def truncation_info(self, reason: str) -> dict[str, Any]:
+        """Return the value of info["multienv"] for a truncated episode."""
+        info: dict[str, Any] = {"reason": reason, "recovery": "truncated"}
+        last = self.last_recovery
+        report = self.reports.path or (last.report if last is not None and last.reason == reason else "")
+        return {**info, "report": report} if report else info
+
+    def lost_error(self, loss: Loss, advice: str, kind: type[WorkerLostError] | None = None) -> WorkerLostError:
+        """Build the error for a loss."""
+        report = self.reports.path or self.reports.last
+        return lost_error(loss, advice, report, kind)
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def case(
+        self, pending: bytes, deadline: float | None, description: Description | None, codec: Codec | None
+    ) -> Case | None:
+        """Return the data for a crash report; ``None`` if no reports are wanted.
+
+        Args:
+            pending: The entry of the request in which the process was lost.
+            deadline: Of that request, seconds.
+            description: Of the envs; ``None``: they were never built.
+            codec: Of the envs; ``None`` in the same case.
+        """
+        if not self.reports.wanted:
+            return None
+        journal, build = self._position.journal, self._position.build
+        known = journal.recording and codec is not None
+        packed = build.env_fns
+        if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
+            packed = packed.again()
+        return Case(
+            replay=partial(furthest_replay, journal.dump() if known else None),
+            size=len(journal) if known else 0,
+            pending=pending,
+            build=replace(build, env_fns=packed, code=b""),
+            description=description,
+            deadline=deadline,
+            layout=None if codec is None else codec.layout,
+            path=tuple(state_machine.line_of(event, after) for event, after in tuple(self.path)),
+        )
+
+    def loss(
+        self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None, *, idle: bool = False
+    ) -> Loss:
+        """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`recovery`.
+
+        Args:
+            gone: How it was lost.
+            command: What the caller had called.
+            slot: The slot whose env the process was executing; -1: none, or not known.
+            limit: The deadline of the request, seconds.
+            case: For the crash report.
+            idle: The process had not begun to execute the command.
+        """
+        fate = gone.fate
+        loss = Loss(
+            env_index=self.index_of(slot),
+            cause=gone.cause,
+            command=command,
+            step=self.episode_steps(slot, command),
+            seed=self.seed_of(slot, command),
+            pid=gone.pid,
+            exit_code=fate.code,
+            stack=fate.stack,
+            stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail and gone.cause != "died" else ""),
+            deadline=limit if gone.cause == "hung" else None,
+            detail=gone.detail,
+            idle=idle,
+            envs=self.envs,
+            seeds=tuple(self.seed_of(slot, command) for slot in range(self._slots)),
+        )
+        self.reports.open(loss, case)
+        logger.info("%s", what_happened(loss))
+        new = self._for_hooks(loss)
+        # Nothing is called from here until the caller has the loss: it is counted once, whenever Ctrl-C comes.
+        self._losses += 1
+        self.last_loss = loss
+        self.events += new
+        return loss
+
+    def recovering(self, doing: str, progress: RecoveryProgress) -> None:
+        """Log what a recovery or a replacement by plan is doing if it takes long."""
+        what = "being moved to a new process" if progress.planned else "being recovered"
+        seconds = time.monotonic() - progress.began
+        verb = "are" if len(self.envs) > 1 else "is"
+        logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
+
+    def recovery(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> Recovery:
+        """Count the outcome of a loss; log a warning that describes both, or count it with others of its kind."""
+        recovery = Recovery(
+            loss,
+            outcome,
+            reason,
+            progress.replayed,
+            progress.attempts,
+            time.monotonic() - progress.began,
+            progress.method if outcome in ("exact", "replayed") else "",
+            self.reports.path,
+        )
+        self.reports.close(recovery)
+        self._times.append(recovery.seconds)
+        cause = loss.env_index, loss.cause, loss.exit_code
+        line = self._repeats.line(cause, outcome, outcome_text(recovery), time.monotonic())
+        if line:
+            logger.warning("%s", line)
+        new = self._for_hooks(recovery)
+        # Nothing is called from here until the caller has committed the state, as in loss().
+        self.last_recovery = recovery
+        self._outcomes[outcome] += 1
+        self._replayed_requests += progress.replayed
+        self.events += new
+        return recovery
+
+    def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
+        """Note that an exception of an env ended its episode, as ``on_error="truncate"`` says."""
+        index = self.index_of(slot)
+        text = f"An exception of the env ended its episode (on_error='truncate'): {error}"
+        line = self._repeats.line((index, type(error).__name__), "truncated", text, time.monotonic())
+        if line:
+            logger.warning("%s", line, exc_info=error if line == text else None)
+        loss = Loss(
+            env_index=index,
+            cause="error",
+            command="step",
+            step=self.episode_steps(slot, "step"),
+            seed=self.seed_of(slot, "step"),
+            pid=pid,
+            stack=getattr(error, "remote_traceback", ""),
+        )
+        self._losses += 1
+        self._outcomes["truncated"] += 1
+        self.last_loss = loss
+        self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
+        self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
+
+    def recycling(
+        self,
+        why: str,
+        outcome: Literal["exact", "replayed", "reset", "put off"],
+        reason: str,
+        progress: RecoveryProgress,
+    ) -> None:
+        """Note that a process was replaced by plan, or could not be."""
+        seconds = time.monotonic() - progress.began
+        self._recyclings[outcome] += 1
+        self._replayed_requests += progress.replayed
+        if outcome == "put off":
+            logger.warning("%s: its process is not replaced, %s: %s", self.name, why, reason)
+        else:
+            logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
+        self.events += self._for_hooks(Recycled(self.index, why, outcome, reason, progress.replayed, seconds))
+
+    def unlogged(self) -> list[str]:
+        """Return a line for each kind of loss of which some are not in the log yet; they then count as logged."""
+        return self._repeats.rest(time.monotonic())
+
+    def _for_hooks(self, event: Event) -> list[tuple[Hook, Event]]:
+        return [(hook, event) for hook in self._hooks]
+
+    def call_hooks(self) -> None:
+        """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
+        call_hooks(self.events)
+
+    def statistics(
+        self,
+        *,
+        state: str,
+        pid: int | None,
+        rss: int | None,
+        restarts: int,
+        step_seconds: float | None,
+        journal_bytes: int,
+        snapshots: tuple[int, str],
+    ) -> Statistics:
+        """Return the counters at this moment."""
+        return Statistics(
+            state=state,
+            pid=pid,
+            steps=self._position.steps,
+            episodes=self._position.episodes,
+            losses=self._losses,
+            restarts=restarts,
+            recycled=self._recyclings.total() - self._recyclings["put off"],
+            exact_recyclings=self._recyclings["exact"],
+            replayed_recyclings=self._recyclings["replayed"],
+            reset_recyclings=self._recyclings["reset"],
+            exact_recoveries=self._outcomes["exact"],
+            replayed_recoveries=self._outcomes["replayed"],
+            truncated_recoveries=self._outcomes["truncated"],
+            replayed_steps=self._replayed_requests,
+            recovery_seconds=tuple(self._times),
+            step_seconds=step_seconds,
+            journal_bytes=journal_bytes,
+            snapshots=snapshots[0],
+            no_snapshots=snapshots[1],
+            rss=rss,
+            last_loss=self.last_loss,
+            last_recovery=self.last_recovery,
+        )
+
+
+def memory_of(channel: Channel) -> int | None:
+    """Return the resident memory of a channel's process, ``None`` where it is not known."""
+    return channel.segment.words[RESIDENT] or resident_bytes(channel.pid)
+
+
+def resident_bytes(pid: int | None) -> int | None:
+    """Return the resident memory of a process, ``None`` where it cannot be read."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:  # not Linux, or it has just ended
+        return None
+    import resource
+
+    return int(fields[1]) * resource.getpagesize()
+
+
+@runs_user_code
+def call_hooks(events: deque[tuple[Callable[[Any], object], Any]]) -> None:
+    """Call hooks with events, the oldest first, and forget them; log the exceptions that hooks raise."""
+    while events:
+        hook, event = events.popleft()
+        try:
+            hook(event)
+        except Exception:  # a hook must not break a recovery
+            logger.exception("A hook failed on %r", event)

@@ -1,0 +1,1422 @@
+"""Keeps the envs of one worker alive: what is asked, what is answered, and what happens when the process is lost.
+
+A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). The module ``state_machine``
+decides what follows from each event. A ``Healing`` recovers the envs after each loss. The module ``hot_path`` sends
+plain steps to many workers at once and takes their answers. The ``Position`` holds what the caller has seen.
+
+**Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
+and the next call collects it: reading a reply does not use it up, and an answer is committed at once with all that says
+so. Another signal handler may raise anywhere. If it does while a process is being asked, the process is lost, and the
+request was never made (``take_back``): the next call recovers the envs to where the caller saw them last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import sys
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gymnasium.error import NoAsyncCallError
+
+from multienv._engine import interrupts
+from multienv._engine.processes.channel import Channel, Fate, Gone, SystemErrors
+from multienv._engine.processes.endings import BUSY_PATIENCE, Cut, let_go, log_cuts
+from multienv._engine.processes.worker_process import crowd_seconds
+from multienv._engine.recovery.answers import Answers, Read, call_answer, unreadable
+from multienv._engine.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
+from multienv._engine.recovery.deadlines import RequestDeadlines
+from multienv._engine.recovery.healing import Healing
+from multienv._engine.recovery.hot_path import (
+    BEGINS,
+    EPISODE_OVER,
+    MISSING,
+    RESETTING,
+    RESETTING_ASYNC,
+    SAMPLE,
+    STEPPING,
+    STEPPING_ASYNC,
+    ask,
+    buffers_of,
+    interned,
+    is_asked_plainly,
+    take,
+)
+from multienv._engine.recovery.journal import Journal, Plan
+from multienv._engine.recovery.maintenance import Maintenance
+from multienv._engine.recovery.pending import Pending
+from multienv._engine.recovery.policy import RecoveryProgress
+from multienv._engine.recovery.position import Position
+from multienv._engine.recovery.recoverer import (
+    BudgetSpentError,
+    Launcher,
+    NotBuilt,
+    RecoveredEnvs,
+    Recoverer,
+    RequestFailedError,
+    Unrecoverable,
+)
+from multienv._engine.recovery.replacement import Replacement, Replacer
+from multienv._engine.recovery.reporter import Reporter, memory_of
+from multienv._engine.recovery.rollouts import RolloutReader, RolloutReply, policy_error
+from multienv._engine.recovery.state_machine import (
+    Asked,
+    BudgetSpent,
+    BuildFailed,
+    Built,
+    Closed,
+    Discarded,
+    Episode,
+    Event,
+    Instruction,
+    Interrupted,
+    Kind,
+    Launched,
+    Lost,
+    NotRecovered,
+    Process,
+    Recovered,
+    RecoveryDue,
+    Replied,
+    Request,
+    Rules,
+    State,
+    decide,
+    instruction_of,
+    name_of,
+    refusal,
+)
+from multienv._engine.sometimes import sometimes
+from multienv._engine.threads import Lock, beside, close_at_once
+from multienv._engine.wire.banks import FAILED, entry_of
+from multienv._engine.wire.codecs import Codec, RowsReply
+from multienv._engine.wire.infos import Illegible
+from multienv._engine.wire.messages import (
+    BEGINNING,
+    CALLS,
+    Build,
+    Close,
+    Description,
+    Message,
+    Reset,
+    Rollout,
+    RolloutResult,
+    Unpicklable,
+    call_user_code,
+    is_recorded,
+    pack_message,
+    seeds_from,
+)
+from multienv._engine.wire.segment import ASKED, OBSTACLE, REPLY, REQUEST, SNAPSHOT, STEP_SECONDS, Segment
+from multienv._engine.worker.starts import LARGE_SHARE, SHARE
+from multienv.config import Deadlines, RestartPolicy, check_seconds
+from multienv.errors import (
+    ClosedError,
+    UsageError,
+    WaitTimeout,
+)
+from multienv.events import Hook, Loss, Outcome, Statistics
+
+logger = logging.getLogger("multienv")
+
+# Seconds that close() waits for a call whose process it has killed, and for the log to take its warning.
+_SOON = 0.5
+_INTERRUPTED = "it was ended, because an exception (Ctrl-C?) struck in the trainer while it was being asked"
+# After so many losses for one request, all killed from outside, their common past may be to blame.
+_OUTSIDE_LOSSES = 3
+# Those that take long: a caller that has other workers to wait for leaves them to a thread.
+_LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
+_RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
+
+
+# All there are in this process.
+_supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+def _refuse_in_child() -> None:
+    """In a forked child of the trainer: no step gets past the first branch, which says whose the env is."""
+    for supervisor in list(_supervisors):
+        supervisor.note_closed()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_in_child)
+
+
+def abandon_all(workers: Iterable[Supervisor]) -> None:
+    """Release workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers."""
+    let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
+
+
+def close_together(workers: Collection[Supervisor], calls: Iterable[Callable[[], Any]]) -> None:
+    """Make the calls that close these workers, all at the same time; log once for all that had to be killed."""
+    cuts: list[Cut] = []
+    for worker in workers:
+        worker.cuts = cuts
+    try:
+        close_at_once(calls)
+    finally:
+        for worker in workers:
+            worker.cuts = None
+        if cuts:
+            beside(partial(log_cuts, cuts), _SOON)
+
+
+class Supervisor:
+    """Keeps the envs of one worker alive.
+
+    Args:
+        launcher: Where processes come from.
+        build: The request that builds the envs.
+        policy, deadlines: What happens when a process is lost, and when it counts as hung.
+        index: Env index of the first env in its batch, or ``None``.
+        hooks: Called with each event by ``reporter.call_hooks()``: the env classes do so when their own call is done.
+        reports: Where crash reports are written; ``None``: nowhere.
+
+    Attributes:
+        state: What the worker is doing.
+        position: All that the caller has seen of the worker.
+        last_answer: Of the last request, until the next one is collected; an exception if it is one to raise.
+        core: The core it should run on, or ``None``.
+        lock: Held by whatever reads and changes the state.
+        buffers: What the hot path touches of the present process; ``None``: there is none.
+        asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
+        channel: To the present process, or to the last one that was lost.
+        healing: The loss whose envs are being recovered; ``None``: there is none.
+        reporter: Counts and reports what happens to the envs.
+        on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
+        seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
+        cuts: Where close() notes that it has killed the process; ``None``: it logs that itself.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "answers",
+        "asked_by",
+        "buffers",
+        "last_answer",
+        "lock",
+        "maintenance",
+        "pending",
+        "position",
+        "state",
+    )  # the hot path reads these, native code by offset
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        build: Build,
+        *,
+        policy: RestartPolicy,
+        deadlines: Deadlines,
+        index: int | None = None,
+        hooks: tuple[Hook, ...] = (),
+        reports: Path | None = None,
+    ) -> None:
+        self.state = State()
+        self.last_answer: Any = None
+        self.core: int | None = None
+        self.asked_by: Any = None
+        self.seeds: Any = None
+        self.cuts: list[Cut] | None = None
+        self.on_spaces: Callable[[], Callable[[tuple[Any, Any]], object] | None] = lambda: None
+        self._sharing = 0
+        self.policy, self.deadlines = policy, deadlines
+        self._owner = os.getpid()
+        self.lock = Lock()
+        self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
+        resets_itself = build.autoreset in ("NEXT_STEP", "SAME_STEP")
+        journal = Journal(
+            recording=policy.replays or (reports is not None and policy.journal_limit > 0),
+            policy=policy,
+        )
+        share = LARGE_SHARE if policy.recycles else SHARE
+        self.position = Position(replace(build, starts=share if journal.recording else 0.0), journal)
+        self.reporter = Reporter(self.position, index, hooks, reports)
+        self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
+        self.pending = Pending(
+            self.reporter.env_in,
+            RequestDeadlines(deadlines, resets_in_steps=resets_itself),
+            len(build.draws),
+            replays=policy.on_timeout == "replay",
+        )
+        self.recoverer = Recoverer(launcher, policy, deadlines, self.reporter.recovering, self._strayed)
+        self.channel: Channel | None = None
+        self.healing: Healing | None = None
+        self._building = 0  # number of the request that builds the envs for the first time
+        self._long_past = False  # the process has repeated more of the past than a recovery has to
+        self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
+        self.rules = Rules(
+            resets_itself=resets_itself,
+            poison_after=policy.poison_after,
+            on_crash=policy.on_crash,
+            on_timeout=policy.on_timeout,
+        )
+        self.codec: Codec | None = None
+        self.answers: Any = None  # Answers
+        self._rollout_reader: RolloutReader | None = None  # made when it is first needed
+        self._checkpoints = Checkpoints(self, policy.max_snapshots)
+        self._replacer = Replacer(self)
+        # Of the present process.
+        self.segment: Any = None
+        self.buffers: Any = None  # StepBuffers
+        _supervisors.add(self)
+
+    @property
+    def description(self) -> Description | None:
+        """Return what the envs are, once they were built."""
+        return self.recoverer.description
+
+    def share_memory(self, other: Supervisor) -> None:
+        """Share with the first worker of the batch what is known of the env: a memory across resets, its code."""
+        self.position.journal.memory = other.position.journal.memory
+        self.recoverer.code = other.recoverer.code
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Launch the process and ask it to build the envs; does not wait. Again does nothing."""
+        with self.lock:
+            self._refuse_if_unusable("start")
+            if self.state.process is Process.NONE and self.description is None:
+                interrupts.users.add(self)
+                interrupts.take_over()
+                self._launch()
+
+    def initialize(self, timeout: float | None = None) -> Description:
+        """Wait until the envs are built; start first if need be. Again does nothing."""
+        with self.lock:
+            self._refuse_if_unusable("initialize")
+            if self.description is None or self.state.process is Process.BUILDING:
+                check_seconds("timeout", timeout, zero=True)
+                self.start()
+                self._carry_out(timeout, recover=True)
+            assert self.description is not None
+            return self.description
+
+    def _launch(self) -> Instruction:
+        """Launch the first process and ask it to build the envs; one that replaces a lost one is charged."""
+        healing = self.healing
+        if healing is not None:
+            progress = healing.progress
+            progress.begins_at = None  # each of these deaths is charged
+            try:
+                self.recoverer.admit(progress, self.position.steps)
+            except (BudgetSpentError, Unrecoverable):
+                self._tell(healing, "raised", "the budget of restarts is spent")
+                self.drop()
+                return self._happen(BudgetSpent())
+            progress.attempts += 1
+            self.recoverer.restarts += 1
+        self.channel, self._building = self.recoverer.launch(self.position.build)
+        self.recoverer.handed_over()
+        self.pending.bound(self.deadlines.start)
+        return self._happen(Launched())
+
+    # --- steps, and resets that carry nothing -----------------------------------------------------
+
+    def send_step(self, action: Any, waits: bool = True, touched: tuple[bool, ...] | None = None) -> None:
+        """Publish a step; does not block.
+
+        Args:
+            action: Of the action space; of several envs the batch of their actions.
+            waits: The caller collects the answer in the same call.
+            touched: Which of several envs are stepped; ``None``: all.
+        """
+        with self.lock:
+            state = STEPPING if waits else STEPPING_ASYNC
+            if touched is not None or not ask((self,), (0,), 0, (action,), state, self.asked_by):
+                self._prepare_step(action, waits, touched)
+
+    def _send_beginning(self, waits: bool) -> bool:
+        """Publish the reset of a single env that carries nothing, if there is nothing to see to first."""
+        maintenance = self.maintenance
+        if self.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
+            return False
+        self.reporter.asked = ()
+        self.pending.begin(BEGINNING, b"", self.pending.limit_of(Kind.RESET))
+        self.state = RESETTING if waits else RESETTING_ASYNC
+        self._publish()
+        return True
+
+    def collect(self, timeout: float | None = None, recover: bool = True) -> Any:
+        """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
+
+        Args:
+            timeout: Seconds to wait for the process.
+            recover: Recover the envs of a lost process in this call; else :class:`RecoveryDue` is raised.
+
+        Raises:
+            WaitTimeout: The answer is not there within ``timeout``; the request stays pending.
+            EnvError: The env of a worker with one env raised.
+            WorkerLostError: The process was lost, and the policy says ``"raise"``, or its budget is spent.
+        """
+        with self.lock:
+            answers: list[Any] = [MISSING]
+            if timeout is None and is_asked_plainly(self.state) and not take((self,), (0,), answers, self.state):
+                return answers[0]
+            return self._carry_out(timeout, recover)
+
+    def is_answered(self, number: int, until: float | None) -> bool:
+        """Wait for the reply to a step or a plain reset; tell whether it is there.
+
+        Nothing is done here about a process that has ended: :meth:`collect` finds it again, and notes the loss. The
+        worker is rung once more, in case an exception of a signal handler has struck between number and wake byte.
+
+        Args:
+            number: Of the request.
+            until: When to give up waiting, before anything is done about its deadline; ``None``: never.
+        """
+        if until is not None and time.monotonic() >= until:
+            return False
+        if self.channel is None or self.segment.words[REQUEST] != number:  # recovered, and not asked again yet
+            return False
+        self.buffers.ring(number)
+        try:
+            return self._await(number, until, ends_overdue=until is None)
+        except Gone:
+            return False
+
+    def with_infos(self, number: int) -> Any:
+        """Return the plain answer with pickled infos; ``None`` if they cannot be read, which the slow path tells of."""
+        try:
+            return self.answers.plain(self.segment, number)
+        except Illegible:
+            return None
+
+    def _await(self, number: int, until: float | None, *, ends_overdue: bool = True) -> bool:
+        channel = self.channel
+        assert channel is not None
+        try:
+            if not ends_overdue:
+                return channel.wait(number, until)
+            brief = self.pending.brief(self.state.request, number) if until is None else 0.0
+            if brief and channel.wait(number, time.monotonic() + brief):
+                return True
+            self._find_limit()
+            was_here = channel.answered(number)
+            is_here = self.pending.await_reply(channel, number, until, self.state.request)
+            if not was_here:
+                self.note_time()
+            return is_here
+        except BaseException:
+            if self._closed:  # by a signal handler above this call, which has left the rest to it
+                self._release()
+            raise
+
+    def note_time(self) -> None:
+        """Note how long the pending request took, when a wait for it has ended; deadlines are found by that."""
+        number = self.position.number + 1
+        if self.segment is not None and self.segment.words[REPLY] == number:
+            self.pending.note_time(self.state.request, number, self.position.steps, self.position.episodes)
+
+    def _find_limit(self) -> None:
+        self.pending.find_limit(self.state.request, self.position.steps, self.position.episodes)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _prepare_step(self, action: Any, waits: bool, touched: tuple[bool, ...] | None) -> None:
+        """Ask for a step where the worker is not simply waiting for one."""
+        self.check("step", Kind.STEP)
+        if self.maintenance.is_due:
+            self._replacer.replace(resetting=False)
+        number = self.position.number + 1
+        if self.state.process is Process.READY:
+            self.buffers.encode(number, action)
+            self.pending.begin_step()
+        else:  # there is no process to ask it
+            sometimes("a step is asked for while there is no process")
+            assert self.codec is not None
+            aside = Segment(-1)
+            aside.lay_out(self.codec.layout)
+            self.codec.encoder(aside)(number, action)
+            self.pending.begin_step(number, aside)
+        self._happen(Asked(Request(Kind.STEP, "step", waits, touched)))
+        if instruction_of(self.state, self.rules) is Instruction.ASK:
+            self._publish()
+
+    def send(self, name: str, message: Message, waits: bool = True) -> None:
+        """Publish a request that is not a step; a lost process is not waited for here.
+
+        Args:
+            name: What the caller called, for messages.
+            message: The request.
+            waits: The caller collects the answer in the same call.
+        """
+        with self.lock:
+            is_reset, steps = isinstance(message, Reset), message.steps if isinstance(message, Rollout) else 0
+            kind = Kind.STEP if steps else Kind.RESET if is_reset else Kind.CALL
+            self.check(name, kind)
+            if message is BEGINNING and self._send_beginning(waits):
+                return
+            if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
+                self.apply_limits(resetting=getattr(message, "mask", None) is None)
+            resets_all = isinstance(message, Reset) and message.mask is None
+            if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
+                self._replacer.replace(resetting=resets_all)
+            touched = None
+            if isinstance(message, Reset):
+                self.reporter.asked = message.seeds
+                touched = message.mask
+            if isinstance(message, Rollout):
+                message = replace(message, shown=self.position.shown(self.segment))
+            try:
+                payload = pack_message(message)
+            except Unpicklable as unpicklable:
+                error = unpicklable.__cause__
+                raise UsageError(
+                    f"{name}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. "
+                    "Nothing was sent."
+                ) from error
+            self.pending.begin(message, payload, self.pending.limit_of(kind, steps))
+            self._happen(Asked(Request(kind, name, waits, touched, steps)))
+            if self.state.process is Process.READY:
+                self._publish()
+
+    def _publish(self) -> None:
+        assert self.channel is not None
+        self.pending.publish(self.channel, self.position.number + 1, self.state)
+
+    def _name(self) -> str:
+        return "initialize" if self.state.request is None else self.state.request.name
+
+    # --- carrying out -----------------------------------------------------------------------------
+
+    def _happen(self, *events: Event) -> Instruction:
+        """Commit the state after these events, at once; returns what to do next."""
+        state, instruction = self.state, Instruction.NOTHING
+        for event in events:
+            state, instruction = decide(state, event, self.rules)
+            self.reporter.path.append((event, state))
+        self._become(interned(state), instruction)
+        return instruction
+
+    def _become(self, state: State, instruction: Instruction) -> None:
+        """Commit a state; with it the error of a loss, if that is the answer: else the one before would count."""
+        if instruction not in _RAISED:
+            self.state = state
+            return
+        assert self.healing is not None
+        error, position = self.healing.error(instruction, state, self.reporter, self.policy), self.position
+        # Adjacent stores: no signal handler comes in between.
+        self.last_answer, position.number, self.state = error, position.number + 2, state
+
+    def _carry_out(self, timeout: float | None, recover: bool) -> Any:
+        """Do what the state asks for until there is an answer."""
+        check_seconds("timeout", timeout, zero=True)
+        self._refuse_if_unusable("collect")
+        until = None if timeout is None else time.monotonic() + timeout
+        instruction, request = instruction_of(self.state, self.rules), self.state.request
+        if instruction is Instruction.NOTHING and self.description is None:
+            instruction = Instruction.LAUNCH  # initialize() whose first process was lost
+        elif instruction is Instruction.NOTHING:
+            raise NoAsyncCallError("There is no request whose answer could be collected.", "collect")
+        while instruction not in (Instruction.DELIVER, Instruction.NOTHING):
+            if instruction in _LONG and not recover:
+                sometimes("a thread recovers the envs")
+                raise RecoveryDue
+            if instruction in _RAISED:
+                if instruction is Instruction.RAISE_POISON and request is not None and request.kind is Kind.RESET:
+                    self.give_up()  # it may end every process in which the env is as it was
+                break
+            instruction = self._methods[instruction](self, until)
+            self._refuse_if_unusable("collect")
+        if instruction is Instruction.NOTHING:
+            return None
+        self.healing = None
+        self.pending.settled()
+        if isinstance(self.last_answer, BaseException):
+            raise self.last_answer
+        return self.last_answer
+
+    def _do_ask(self, until: float | None) -> Instruction:
+        """Publish the request and wait for its answer."""
+        number = self.position.number + 1
+        try:
+            self._publish()
+            if not self._await(number, until):
+                raise WaitTimeout(
+                    f"{self._name()}() has not answered in time. It is still running: wait again, or close()."
+                )
+            self._take(number)
+        except Gone as gone:
+            self._refuse_if_unusable("collect")
+            return self._lose(gone)
+        return Instruction.DELIVER
+
+    def _lose(self, gone: Gone) -> Instruction:
+        """Note that the process is lost; returns what the policy says."""
+        request, channel, number = self.state.request, self.channel, self.position.number + 1
+        assert channel is not None
+        slots, is_policy = self.rules.slots, False
+        slot = (0 if slots == 1 else gone.slot) if gone.number == number else -1
+        if request is not None and request.steps and gone.number >= number:  # each step of it has a number of its own
+            slot, is_policy = gone.slot, gone.slot < 0
+        if request is not None and request.is_plain_step:
+            self.pending.save(channel.segment, number)
+        self.position.journal.cut(number - 1)
+        # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
+        losses = self.state.losses
+        long_past = self._long_past and losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)
+        healing = self.healing
+        if healing is None or healing.lost is not channel:
+            healing = self.healing = Healing(channel, self._fate_of(gone), self.recoverer.begin(), long_past=long_past)
+        if healing.loss is None:  # else an exception of a signal handler came before the state was committed
+            healing.loss = self._loss_of(gone, channel, slot)
+        lost = Lost(
+            gone.cause,
+            slots if is_policy else slot,
+            gone.is_from_outside,
+            healing.what_happened,
+            long_past and gone.cause == "died",
+        )
+        instruction = self._happen(lost)
+        if gone.cause == "hung" and request is not None and self.pending.lengthen(request, number):
+            text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
+            logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
+        if instruction is not Instruction.RECOVER:
+            self._drop_lost(healing, instruction)
+        return instruction
+
+    def _fate_of(self, gone: Gone) -> Fate:
+        """Return how a process ended; without a snapshot that is of no use."""
+        fate, snapshot = gone.fate, gone.fate.snapshot
+        if snapshot is not None and snapshot > self.position.number:  # of a request that was taken back
+            sometimes("a snapshot is newer than the last answer")
+            return replace(fate, snapshot=None)
+        if snapshot is not None and snapshot < self.segment.words[ASKED]:
+            sometimes("an env has asked outside after its snapshot")
+            return replace(fate, snapshot=None)
+        return fate
+
+    def _loss_of(self, gone: Gone, channel: Channel, slot: int) -> Loss:
+        """Record a loss."""
+        request, number = self.state.request, self.position.number + 1
+        entry, name = b"", "snapshot" if request is None else request.name
+        if request is not None and self.codec is not None and self.reporter.reports.wanted:
+            entry = self.pending.entry(channel.segment, number, request, self.codec.layout)
+        idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
+        case = self.reporter.case(entry, self.pending.limit, self.description, self.codec)
+        return self.reporter.loss(gone, name, slot, self.pending.limit, case, idle=idle)
+
+    def _drop_lost(self, healing: Healing, instruction: Instruction) -> None:
+        """Drop a lost process whose envs are not recovered, and record the outcome."""
+        self.drop()
+        request = self.state.request
+        if instruction is Instruction.RAISE_LOST:
+            self._tell(healing, "raised", "")
+        else:
+            is_reset = request is not None and request.kind is Kind.RESET
+            self._tell(healing, "reset" if is_reset else "truncated", self.state.what)
+
+    def _tell(self, healing: Healing, outcome: Outcome, reason: str) -> None:
+        assert healing.loss is not None
+        self.reporter.recovery(healing.loss, outcome, reason, healing.progress)
+
+    def _do_launch(self, until: float | None) -> Instruction:
+        """Launch the first process, or begin a new life of envs that cannot be recovered."""
+        if self.description is None:
+            return self._launch()
+        position = self.position
+        build, journal = position.build, position.journal
+        if build.seeds is not None:
+            build = replace(build, seeds=seeds_from(*build.seeds))
+        build = replace(build, draws=tuple(draw + 1 for draw in build.draws), generators={})
+        position.build = build  # first: another try draws other numbers
+        progress = self.recoverer.begin(planned=self.healing is None)
+        calls = journal.kept_calls() if journal.replaying else ()
+        try:
+            channel, calls = self.recoverer.begin_anew(build, progress, calls)
+        except RequestFailedError as failed:
+            failed.with_traceback(None)  # its frames would keep the segment mapped
+            error = self.reporter.error_of(-1, failed.failure, "initialize")
+            if self._give_up_request(error) is Instruction.TRUNCATE:
+                return Instruction.TRUNCATE
+            raise error from error.__cause__  # which is what env_fn raised
+        except Unrecoverable as why:
+            self._refuse_if_unusable("collect")
+            loss = self.reporter.last_loss if self.healing is None else self.healing.loss
+            why.with_traceback(None)
+            if loss is None:
+                unbuilt: Exception = UsageError(f"It could not be started: {why}.")
+            else:
+                unbuilt = self.reporter.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
+            if self._give_up_request(unbuilt) is Instruction.TRUNCATE:
+                return Instruction.TRUNCATE
+            raise unbuilt from why
+        self._begin_anew(build, calls)
+        self.adopt(channel)
+        return self._happen(Launched(), Built())
+
+    def _give_up_request(self, error: Exception) -> Instruction:
+        """Note that there are no envs for the pending request: raise this error, unless a truncation answers it."""
+        self.last_answer = error  # for a caller that was interrupted, or has left this to a thread
+        instruction = self._happen(BuildFailed())
+        if instruction is Instruction.NOTHING:
+            self.position.number += 2
+        return instruction
+
+    def _do_await_build(self, until: float | None) -> Instruction:
+        """Wait until the envs are built for the first time."""
+        outcome = self._build_outcome(until)
+        self._refuse_if_unusable("initialize")
+        if outcome is None:
+            raise WaitTimeout("initialize() has not answered in time. It is still running: wait again, or close().")
+        if isinstance(outcome, Exception):
+            self.drop()
+            self._happen(BuildFailed())
+            raise outcome
+        if isinstance(outcome, Lost):
+            instruction = self._happen(outcome)
+            self.drop()
+            if instruction is Instruction.RAISE_LOST:
+                assert self.healing is not None
+                self._tell(self.healing, "raised", "")
+            return instruction
+        if self.healing is not None:
+            self._tell(self.healing, "exact", "")
+            self.healing = None
+        self._lay_out()
+        self.position.journal.begin(self.position.number)
+        assert self.channel is not None
+        self.adopt(self.channel)
+        return self._happen(outcome)
+
+    def _build_outcome(self, until: float | None) -> Event | Exception | None:
+        """Return what came of the first build; ``None``: nothing before ``until``.
+
+        An error of ``env_fn`` is returned: raised here, its traceback would keep the segment mapped as long as the
+        caller keeps it.
+        """
+        channel, pending = self.channel, self.pending
+        assert channel is not None
+        try:
+            if not pending.await_reply(channel, self._building, until, None):
+                return None
+            self.recoverer.await_build(self.position.build, channel, self._building, pending.until)
+        except RequestFailedError as failed:
+            return self.reporter.error_of(-1, failed.failure, "initialize")
+        except Gone as gone:
+            healing = self.healing
+            if healing is None or healing.lost is not channel:
+                progress = self.recoverer.begin() if healing is None else healing.progress
+                healing = self.healing = Healing(channel, gone.fate, progress)
+            if healing.loss is None:
+                case = self.reporter.case(b"", pending.limit, self.description, self.codec)
+                healing.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, case)
+            return Lost(gone.cause, -1, gone.is_from_outside)
+        return Built()
+
+    def _do_recover(self, until: float | None) -> Instruction:
+        """Recover the envs, or end their episodes."""
+        healing = self.healing
+        if healing is None:
+            assert self.channel is not None
+            gone = self.channel.kill(detail=_INTERRUPTED)
+            gone.detail, self._replacer.why_lost = self._replacer.why_lost or gone.detail, ""
+            return self._lose(gone)
+        found: RecoveredEnvs | None = None
+        try:
+            found = healing.recover(self.recoverer, self.position)
+        except BudgetSpentError:
+            self._tell(healing, "raised", "the budget of restarts is spent")
+            self.drop()
+            return self._happen(BudgetSpent())
+        except Unrecoverable as why:
+            self.drop()  # there may be one that an earlier try has adopted
+            reason = f"{healing.because(str(why))} {self.position.journal.memory.lost}".rstrip()
+            event: Recovered | NotRecovered = NotRecovered(reason, is_built=not isinstance(why, NotBuilt))
+        else:
+            event = Recovered({slot: healing.because(what) for slot, what in found.mismatches.items()})
+        self.refuse_if_closed("collect", None if found is None else found.channel)
+        if found is not None:
+            long_past = self.position.journal.can_be_shorter(found.plan)
+            self._go_on_from(found.plan, found.mismatches, healing.progress)
+            self.adopt(found.channel, healing.progress.replayed)
+            self._long_past = long_past
+        after, instruction = decide(self.state, event, self.rules)
+        after = interned(after)
+        self.reporter.path.append((event, after))
+        healing.processes = self.state.losses
+        reservation = healing.progress.changed or self.position.journal.memory.reservation
+        outcome, reason = healing.outcome(event, instruction, self.state, after, reservation)
+        self._tell(healing, outcome, reason)
+        self._become(after, instruction)
+        return instruction
+
+    def _go_on_from(self, plan: Plan | None, lost: Iterable[int], progress: RecoveryProgress) -> None:
+        """Note that the envs come from a replay; ``None``: from a snapshot. Those in ``lost`` are others."""
+        journal = self.position.journal
+        progress.is_exact = plan is None or not (plan.resets or progress.changed)
+        if plan is not None:
+            journal.go_on_from(plan)
+            journal.lose(lost)
+
+    def _begin_anew(self, build: Build, calls: tuple[bytes, ...]) -> None:
+        """Note that all envs are new ones, in which these calls and attributes were repeated."""
+        self.position.build = build
+        self.position.journal.begin(self.position.number, calls)
+
+    def move_into(self, replacement: Replacement) -> None:
+        """Move envs that were not lost to another process."""
+        channel, build, plan = replacement.channel, replacement.build, replacement.plan
+        assert channel is not None
+        assert build is not None
+        if plan is None:
+            self._begin_anew(build, replacement.calls)
+        else:
+            self.position.build = build
+            self._go_on_from(plan, plan.missing, replacement.progress)
+        self.adopt(channel, replacement.progress.replayed)
+
+    def _strayed(self, slot: int, what: str) -> None:
+        """Note that a slot was replayed from a reset otherwise than it was seen."""
+        spec = None if self.description is None else self.description.spec
+        env = self.reporter.env_in(slot)
+        self.position.journal.memory.note(env if spec is None else f"{spec.id} ({env})", what)
+
+    def _do_truncate(self, until: float | None) -> Instruction:
+        """End all episodes without asking a process."""
+        sometimes("a step is truncated without a process")
+        assert self.state.request is not None
+        answer = self.answers.truncation(self.segment, self.state.skipped)
+        skipped, left_alone = dict(self.state.skipped), self.state.request.left_alone
+        self._commit(self.position.number + 2, Replied(ended=True), answer)
+        self.position.count_left_alone(left_alone)
+        self.position.count_ends(skipped)
+        self.position.steps += 1
+        return Instruction.DELIVER
+
+    # What carries out an instruction; each returns the next one.
+    _methods = {  # noqa: RUF012 - never written to
+        Instruction.ASK: _do_ask,
+        Instruction.LAUNCH: _do_launch,
+        Instruction.AWAIT_BUILD: _do_await_build,
+        Instruction.RECOVER: _do_recover,
+        Instruction.TRUNCATE: _do_truncate,
+    }
+
+    def _commit(self, number: int, event: Replied, answer: Any, read: Read | None = None) -> None:
+        """Commit an answer; ``read``: what it has shown."""
+        state, _ = decide(self.state, event, self.rules)
+        self.reporter.path.append((event, state))
+        state, position = interned(state), self.position
+        seen, pickled_rows = (position.seen, position.pickled_rows) if read is None else (read.seen, read.pickled_rows)
+        self.last_answer = answer
+        # Adjacent stores: no signal handler comes in between.
+        position.seen, position.pickled_rows, position.number, self.state = seen, pickled_rows, number, state
+
+    # --- an answer --------------------------------------------------------------------------------
+
+    def _take(self, number: int) -> None:
+        """Read, journal and commit the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
+        segment, request, channel = self.segment, self.state.request, self.channel
+        assert request is not None
+        assert channel is not None
+        if request.steps:
+            self._take_rollout(number)
+            return
+        bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
+        message = None if request.kind is Kind.STEP else self.pending.message
+        failed = bank.view[2] == FAILED
+        journal, read = self.position.journal, None if is_call else self.answers.read(segment, number)
+        evidence = b"" if read is None or failed else read.evidence
+        # Once, and before anything is laid over the rows: an interruption may have this reply read again.
+        if (not is_call or is_recorded(message)) and number not in journal.entries:
+            payload = self.pending.payload_of(segment, number, request)
+            entry = entry_of(bank, payload, evidence)
+            journal.log(number, entry, payload if isinstance(message, CALLS) else b"")
+        try:
+            answer = call_user_code(partial(self._answer, number, request, message, read), Illegible)
+        except Illegible as illegible:
+            if failed or is_call:  # the reply itself is no pickle
+                sometimes("a reply is unreadable")
+                raise channel.kill(cause="broken", detail=str(illegible)) from illegible
+            answer = unreadable(request.name, illegible)
+        skipped = self.state.skipped
+        if skipped or request.left_alone:
+            bank.skipped[:] = 0
+        if skipped:
+            loss = None if self.healing is None else self.healing.loss
+            if request.kind is Kind.RESET and loss is not None and not isinstance(answer, Exception):
+                for slot, reason in skipped:
+                    answer.errors[slot] = self.reporter.lost_error(loss, reason)
+            if not self.position.build.exact and not failed:
+                self._replacer.note_spoilt(skipped)
+        ended = request.kind is Kind.STEP and read is not None and read.ended
+        if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
+            self.reporter.truncated_error(0, answer, channel.pid)
+            answer = self.answers.truncation(segment, ((0, str(answer)),))
+        # A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows
+        # that the caller saw last: its process may die while it writes there.
+        last = number if read is not None and read.seen == number else number + 1
+        self._commit(last, Replied(ended=ended, failed=failed), answer, read)
+        self._count(request, message, failed, number, read)
+
+    def _take_rollout(self, number: int) -> None:
+        """Read, journal and commit the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
+        segment, channel, position, codec = self.segment, self.channel, self.position, self.codec
+        assert channel is not None
+        assert codec is not None
+        try:
+            rolled = call_user_code(partial(pickle.loads, segment.read_reply_payload(number)), Illegible)
+        except Illegible as illegible:
+            sometimes("the reply to a rollout is unreadable")
+            raise channel.kill(cause="broken", detail=str(illegible)) from illegible
+        if not isinstance(rolled, RolloutResult):
+            raise channel.kill(cause="broken", detail=f"it answered a rollout by {rolled!r:.1000}")
+        message = self.pending.message
+        assert isinstance(message, Rollout)
+        if self._rollout_reader is None:
+            aside = Position(position.build, position.journal)
+            self._rollout_reader = RolloutReader(
+                codec,
+                aside,
+                self._new_answers(codec, aside),
+                self.reporter.truncation_info,
+                same_step=position.build.autoreset == "SAME_STEP",
+                truncates=self.policy.on_error == "truncate",
+            )
+        reply = self._rollout_reader.read(number, message, rolled, self.state.skipped)
+        position.journal.cut(position.number)
+        for one, entry in enumerate(reply.entries, number):
+            position.journal.log(one, entry)
+        position.show(segment, reply.shown)
+        self.answers.started = 0
+        segment.banks[number & 1].skipped[:] = 0
+        state, _ = decide(self.state, Replied(ended=reply.is_over), self.rules)
+        self.last_answer = reply if rolled.failure is None else policy_error(rolled.failure, reply.steps)
+        # Adjacent stores: no signal handler comes in between.
+        position.number, self.state = position.seen, interned(state)
+        self._count_rollout(reply)
+
+    def _count_rollout(self, reply: RolloutReply) -> None:
+        """Count the steps and episodes of a rollout, and see what is due."""
+        position, journal, before = self.position, self.position.journal, self.position.steps
+        assert self.channel is not None
+        for slot, error in reply.truncated_errors:
+            self.reporter.truncated_error(slot, error, self.channel.pid)
+        for steps, number, slots in reply.ends:
+            position.steps = before + steps
+            if position.build.exact:
+                position.count_reset((None,), BEGINNING.touches)
+            else:
+                position.count_ends(slots)
+            journal.note_ends(slots, number)
+        position.steps = before + reply.steps
+        seconds = self._count_time(self.channel)
+        for number, generators in reply.starts:
+            for slot, state in generators.items():
+                journal.note_start(slot, number, state, seconds)
+        self.apply_limits()
+
+    def _count_time(self, channel: Channel) -> float:
+        """Return the time that the envs took so far."""
+        self.position.seconds += self.maintenance.took(channel)
+        return self.position.seconds
+
+    def _answer(self, number: int, request: Request, message: Any, read: Read | None) -> Any:
+        """Return what the reply to a request shows."""
+        segment, skipped = self.segment, self.state.skipped
+        if read is not None and request.kind is Kind.STEP:
+            return self.answers.step(segment, read, skipped, request.left_alone)
+        if read is not None:
+            return self.answers.reset(segment, read, message, skipped)
+        rest = segment.read_reply_payload(number)
+        if segment.banks[number & 1].view[2] == FAILED:
+            return self._error_of(-1, pickle.loads(rest))
+        slots = message.slots or range(self.rules.slots)
+        values, errors = call_answer(rest, slots, request.name, self._error_of)
+        if self.position.build.exact:
+            return errors[0] if 0 in errors else values[0]
+        return values, errors
+
+    def _error_of(self, slot: int, failure: Any) -> Exception:
+        return self.reporter.error_of(slot, failure, self._name())
+
+    def _count(self, request: Request, message: Message | None, failed: bool, number: int, read: Read | None) -> None:
+        """Count what was answered by the reply to request ``number``, and see what is due."""
+        position = self.position
+        if request.kind is Kind.STEP:
+            assert self.channel is not None
+            assert read is not None
+            for slot, error in read.truncated_errors.items():
+                self.reporter.truncated_error(slot, error, self.channel.pid)
+            self._count_step(self.last_answer, number, request.left_alone)
+            if self.answers.started == number:
+                self._note_starts(number)
+            elif read.ended or not position.number & SAMPLE:
+                self.apply_limits()
+            return
+        if isinstance(message, Reset) and not failed:
+            position.count_reset(message.seeds, message.touches)
+            position.journal.note_ends(filter(message.touches, range(self.rules.slots)), number)
+            if self.answers.started == number:
+                self._note_starts(number)
+        # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
+        self.apply_limits()
+
+    def count_plain(self, answer: Any, number: int, meaning: int) -> None:
+        """Count a plain answer, if there is more to count than a step, and see what is due."""
+        if meaning == BEGINS:  # a single env was reset
+            self.position.count_reset((None,), BEGINNING.touches)
+            self.position.journal.note_ends((0,), number)
+        else:
+            self._count_step(answer, number)
+        if self.answers.started == number:
+            self._note_starts(number)
+        elif not number & SAMPLE or self.maintenance.recycling.wanted:
+            self.apply_limits()
+
+    def _count_step(self, answer: Any, number: int, left_alone: Sequence[int] = ()) -> None:
+        """Count a step, and the episodes that its answer ends."""
+        if isinstance(answer, RowsReply):
+            failed = self.segment.banks[number & 1].failed
+            ended = (answer.terminated | answer.truncated | failed).nonzero()[0].tolist()
+            if left_alone:  # their flags are those of an earlier step
+                ended = [slot for slot in ended if slot not in left_alone]
+                self.position.count_left_alone(left_alone)
+            self.position.count_ends(ended)
+            self.position.journal.note_ends(ended, number)
+        self.position.steps += 1
+
+    def _note_starts(self, number: int) -> None:
+        """Note the resets that the reply to request ``number`` tells of: a replay can begin there."""
+        channel = self.channel
+        if channel is not None:
+            seconds = self._count_time(channel)
+            for slot, generators in self.answers.generators.items():
+                self.position.journal.note_start(slot, number, generators, seconds)
+            self.apply_limits()
+
+    def resume(self) -> Any:
+        """Return the answer to the pending request; if none is pending, return the last answer again."""
+        with self.lock:
+            if self.state.request is not None:
+                return self.collect()
+            self._refuse_if_unusable("collect")
+            if isinstance(self.last_answer, BaseException):
+                raise self.last_answer
+            return self.last_answer
+
+    def waiting(self) -> tuple[Channel, int, float] | None:
+        """Return what to wait for; does not wait.
+
+        Returns:
+            The channel, the number of the request, and when ``collect()`` has something to do though there is no reply;
+            ``None``: it has now.
+        """
+        with self.lock:
+            instruction, channel = instruction_of(self.state, self.rules), self.channel
+            if channel is not None and instruction is Instruction.ASK:
+                number = self.position.number + 1
+                if not channel.answered(number):
+                    self._publish()  # the call that brought it back may have been broken off before that
+            elif channel is not None and instruction is Instruction.AWAIT_BUILD:
+                number = self._building
+            else:
+                return None
+            self._find_limit()
+            return channel, number, self.pending.due(channel, number, self.state.request)
+
+    def bound(self, seconds: float) -> None:
+        """Give the pending request a deadline: so many seconds from now, and so many in each further process."""
+        with self.lock:
+            self.pending.bound(seconds, self.position.number + 1)
+
+    # --- the present process ----------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Lay out what depends on the envs, once they are known."""
+        codec = self.recoverer.codec
+        assert codec is not None
+        if self.codec is not None:
+            return
+        assert self.description is not None
+        self.position.journal.lay_out(codec.layout.end, codec.slots, self.description.seconds)
+        self.rules = replace(self.rules, slots=codec.slots)
+        self.answers = self._new_answers(codec, self.position)
+        self.codec = codec  # last: an interruption leaves all to do again
+
+    def _new_answers(self, codec: Codec, position: Position) -> Answers:
+        """Make what reads replies."""
+        build = position.build
+        return Answers(
+            codec,
+            position,
+            self._error_of,
+            self.reporter.truncation_info,
+            self._set_spaces,
+            same_step=build.autoreset == "SAME_STEP",
+            truncates=build.truncates_errors,
+        )
+
+    def _set_spaces(self, spaces: bytes) -> None:
+        """Show spaces that a single env has set, pickled; ``b""``: those that it was built with."""
+        codec, show = self.codec, self.on_spaces()
+        assert codec is not None
+        self.position.spaces, codec.checks_actions = spaces, not spaces
+        shown = codec.space, codec.action_space
+        with contextlib.suppress(Illegible):
+            shown = call_user_code(partial(pickle.loads, spaces), Illegible) if spaces else shown
+        if show is not None:
+            show(shown)
+
+    def adopt(self, channel: Channel, replayed: int = 0) -> None:
+        """Make a process the worker's, in which so many requests were replayed."""
+        codec, segment, old = self.codec, channel.segment, self.channel
+        assert codec is not None
+        if channel.code:
+            self.position.build = replace(self.position.build, code=self.recoverer.code.shared(channel.code))
+        buffers = buffers_of(self, channel, codec)
+        if self.segment is not None:
+            self.position.show(segment, self.position.shown(self.segment))
+        self.answers.started, self._long_past = 0, False
+        self.pending.put(segment, self.position.number + 1)
+        # Adjacent stores: no signal handler comes in between.
+        self.channel, self.segment, self.buffers = channel, segment, buffers
+        self.recoverer.handed_over()
+        is_over = self.is_between_episodes()
+        self.maintenance.begin(channel, replayed, is_over=is_over)
+        channel.prefer(self.core, sharing=self._sharing)
+        channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close
+        if old is not None and old is not channel:
+            old.kill()
+            old.release()
+
+    def prefer(self, core: int | None, *, sharing: int) -> None:
+        """Bind the worker, and each process after it, to this core while steps are short."""
+        self.core, self._sharing = core, sharing
+        channel = self.channel
+        if channel is not None:
+            channel.prefer(core, sharing=sharing)
+
+    def move_to(self, position: Mapping[str, Any], state: State, channel: Channel) -> None:
+        """Take over a process whose envs stand at another position, as :meth:`Position.dump` returned it."""
+        spaces = self.position.spaces
+        self.position.load(position)
+        self.maintenance.moved()
+        self.pending.settled()
+        self.adopt(channel)
+        self.position.show(channel.segment, position["shown"])
+        if self.position.spaces != spaces:
+            self._set_spaces(self.position.spaces)
+        self.stand(state)
+
+    def drop(self) -> None:
+        """End the process; its segment stays, with what the caller saw last."""
+        channel = self.channel
+        if channel is not None:
+            channel.kill()
+            channel.release(keep_memory=True)
+
+    def give_up(self) -> None:
+        """End the process; the envs' episode is given up too."""
+        self.drop()
+        self.healing = None
+        if self.state.process is not Process.NONE:
+            self._happen(Discarded())
+
+    def discard(self) -> None:
+        """End the process, whatever state the envs are in: the next reset begins in a new one."""
+        with self.lock:
+            self.check("discard")
+            self.give_up()
+
+    # --- by plan ----------------------------------------------------------------------------------
+
+    def apply_limits(self, *, resetting: bool = False) -> None:
+        """Trim the journal, free dropped snapshots, and find out whether something is due before the next request.
+
+        Args:
+            resetting: That request resets all envs.
+        """
+        self._checkpoints.free_dropped()
+        channel = self.channel
+        if channel is not None:
+            seconds, journal, words = self._count_time(channel), self.position.journal, channel.segment.words
+            if journal.recording:
+                limit, longest = self.policy.journal_limit * journal.slots, self.policy.replay_limit * journal.slots
+                forks = self._forks and not words[OBSTACLE]
+                journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
+            self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
+            self.pending.learn(self.position.steps, self.position.episodes)
+
+    @property
+    def takes_new_envs(self) -> bool:
+        """Whether the policy takes new envs between two episodes, which remember nothing."""
+        policy = self.policy
+        return policy.accept != "exact" or policy.recycle_after_episodes is not None or not policy.replays
+
+    def may_begin_anew(self, *, resetting: bool) -> bool:
+        """Tell whether new envs may replace all; ``resetting``: the next request resets all."""
+        return self.takes_new_envs and (resetting or self.is_between_episodes())
+
+    def is_between_episodes(self) -> bool:
+        """Tell whether the episodes of all envs have ended, and none has begun since."""
+        position = self.position
+        if position.build.exact:
+            return self.state.episode is Episode.ENDED
+        return bool(self.ended().all())
+
+    def ended(self) -> Any:
+        """Return for each slot of a batch whether its episode has ended and the next has not begun: an array of bool.
+
+        With SAME_STEP the next has begun when the caller sees the end.
+        """
+        bank, position = self.segment.banks[self.position.seen & 1], self.position
+        can_be = position.seen > 0 and position.build.autoreset != "SAME_STEP"
+        return (bank.terminated | bank.truncated | bank.failed) & can_be
+
+    # --- states to come back to -------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Keep the envs as they are now, to come back to with :meth:`restore`, any number of times."""
+        with self.lock:
+            self._refuse_if_unusable("snapshot")
+            return self._checkpoints.snapshot()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Bring the envs back to where they were when this snapshot was taken."""
+        with self.lock:
+            self._refuse_if_unusable("restore")
+            self._checkpoints.restore(snapshot)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it takes to go on from here in another trainer: plain data."""
+        with self.lock:
+            self._refuse_if_unusable("state_dict")
+            return self._checkpoints.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called; a new process replays what it holds, and is verified."""
+        self.initialize()
+        with self.lock:
+            self._refuse_if_unusable("load_state_dict")
+            self._checkpoints.load_state_dict(state)
+
+    @interrupts.shielded
+    def ask_between(self, message: Message) -> Any:
+        """Return the answer to an internal request between two of the caller's.
+
+        After a loss, the envs are recovered and the request is sent again.
+        """
+        while True:
+            if self.state.process is Process.LOST:
+                self._recover_now()
+            before, channel = self.state, self.channel
+            assert channel is not None
+            self.pending.begin(message, b"", ASIDE)
+            self.stand_lost()  # so that an exception in here leaves the worker lost; else it is as before
+            try:
+                answer = self.recoverer.ask(channel, message, self.pending.until)
+            except Gone as gone:
+                sometimes("a process is lost while it is asked for a snapshot")
+                instruction = self._lose(gone)
+                if instruction is not Instruction.RECOVER:
+                    raise self.last_answer from None
+            else:
+                self.stand(before)
+                return answer
+
+    def _recover_now(self) -> None:
+        """Recover the envs of a lost process while no request is pending."""
+        instruction = Instruction.RECOVER
+        while instruction is Instruction.RECOVER:
+            instruction = self._do_recover(None)
+        if instruction is not Instruction.NOTHING:
+            raise self.last_answer from None
+
+    def is_published(self) -> bool:
+        """Tell whether there is a pending request, and it lies where the process finds it or waits for a process."""
+        with self.lock:
+            if self.state.request is None or self.state.process is not Process.READY:
+                return self.state.request is not None
+            return bool(self.segment.words[REQUEST] == self.position.number + 1)
+
+    def take_back(self) -> None:
+        """Undo the pending request: an exception struck before all of it was sent. Again does nothing."""
+        with self.lock:
+            if self.state.request is not None:
+                sometimes("a request is taken back")
+                if self.state.process is Process.READY:  # else it is lost already, and its envs are recovered next
+                    self.healing = None
+                self._happen(Interrupted())
+
+    def note_closed(self) -> None:
+        """Note that the worker is closed: it refuses all calls from now on."""
+        self._happen(Closed())
+
+    def stand_lost(self) -> None:
+        """Commit, for a while, the state of a worker whose envs are recovered next: an exception leaves it so."""
+        self.healing = None
+        self.stand(decide(self.state, Interrupted(), self.rules)[0])
+
+    def stand(self, state: State) -> None:
+        """Commit a state that no event leads to: for a while another one, or that from before."""
+        self.state = interned(state)
+
+    # --- wrong calls ------------------------------------------------------------------------------
+
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether this process was forked from the trainer that owns the worker."""
+        return os.getpid() != self._owner
+
+    def _refuse_if_unusable(self, name: str) -> None:
+        if self._is_foreign:
+            raise UsageError(f"{name}(): this env belongs to process {self._owner}; make one in each process.")
+        if self._closed:
+            self._release()
+            raise ClosedError(f"{'' if name == 'collect' else name + '(): '}This env has been closed. Make a new one.")
+
+    def refuse_if_closed(self, name: str, channel: Channel | None) -> None:
+        """Raise ClosedError if close() was called meanwhile, and end the process that was to be adopted."""
+        if self._closed and channel is not None:
+            channel.kill()
+            channel.release()
+        self._refuse_if_unusable(name)
+
+    def check(self, name: str, kind: Kind = Kind.CALL) -> None:
+        """Raise what is wrong with calling ``name`` now, if anything is."""
+        self._refuse_if_unusable(name)
+        error = refusal(self.state, kind, name, is_built=self.codec is not None)
+        if error is not None:
+            raise error
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self, patience: float | None = None) -> None:
+        """End the process, by asking and then by force. Again does nothing. Never raises.
+
+        From another thread, or a signal handler below a call of this very worker, the process is killed; the call that
+        waits for it raises ClosedError and lets go of the rest.
+
+        Args:
+            patience: Seconds that the process is asked for at the most; ``Deadlines.close`` if that is less.
+        """
+        if self._is_foreign:
+            self._closed = True
+            self._release()
+            return
+        self._closed = True
+        self.recoverer.close()
+        limit = self.deadlines.close if patience is None else min(self.deadlines.close, max(0.0, patience))
+        spare = crowd_seconds() if limit == self.deadlines.close else 0.0  # a timeout of the caller's is kept
+        mine = self.lock._is_owned()  # type: ignore[attr-defined]
+        try:
+            if mine or not self.lock.acquire(blocking=False):
+                channel = self.channel
+                if channel is not None:
+                    channel.kill()
+                # Held by a call that sees the end of its process at once, unless this is a signal handler above it.
+                if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
+                    self.reporter.events.append((self._let_go, None))  # when that call is done
+                    return
+            self._end(limit, time.monotonic() + limit + spare)  # again does nothing, unless it was interrupted
+            unlogged = self.reporter.unlogged()
+            if unlogged:
+                beside(partial(_warn, unlogged), _SOON)
+            self._release()
+        finally:
+            if not mine:  # whether acquire() has returned cannot be known: an interruption may come right after it
+                try:  # noqa: SIM105 - suppress() is written in Python, where another interruption could come in between
+                    self.lock.release()
+                except RuntimeError:
+                    pass
+
+    def _end(self, limit: float, until: float) -> None:
+        """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
+        channel, state, number = self.channel, self.state, self.position.number + 1
+        self.note_closed()
+        if channel is None or state.process is Process.NONE:
+            return
+        try:
+            is_idle = state.process is Process.READY and limit > 0
+            if is_idle and state.request is not None:  # answered first, for nobody
+                self.pending.publish(channel, number, state)  # again, if it was asked
+                is_idle = channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until))
+                if not is_idle:
+                    channel.kill()
+                    self._note_cut(Cut(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()"))
+                    return
+            if is_idle:
+                self.ask_to_end(channel, limit, until)
+            else:
+                channel.kill()
+        except Gone:
+            channel.kill()
+        except OSError:  # close() never raises; the monitor ends what is left
+            logger.exception("close() could not end process %s", channel.pid)
+
+    def _note_cut(self, cut: Cut) -> None:
+        """Log that the process was killed before its envs were closed, or leave that to :func:`close_together`."""
+        if self.cuts is not None:
+            self.cuts.append(cut)
+        else:
+            beside(partial(log_cuts, [cut]), _SOON)
+
+    def ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> None:
+        """Ask a process to close its envs and end; kill it if it has not by ``until``, and log that."""
+        channel.is_closing = True
+        self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))
+        if channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory):
+            self._note_cut(Cut(channel.envs, limit))
+
+    def abandon(self) -> Channel | None:
+        """Release all without waiting; return the channel to the process, if there is one, for ``let_go()``."""
+        if self._is_foreign:  # a forked child leaves the trainer's workers alone
+            return None
+        self._closed = True
+        channel, self.channel = self.channel, None
+        self._release()
+        return channel
+
+    def _let_go(self, event: None = None) -> None:
+        with self.lock:
+            self._release()
+
+    def _release(self) -> None:
+        """Release the process, snapshots, and what keeps memory mapped."""
+        self.note_closed()
+        self._checkpoints.free_all()
+        self.reporter.reports.drop()
+        channel, self.seeds = self.channel, None
+        self.channel = self.last_answer = self.segment = self.buffers = None
+        with SystemErrors():
+            if channel is not None:
+                channel.release()
+            self.recoverer.release()
+        interrupts.users.discard(self)
+        interrupts.put_back()
+
+    def statistics(self) -> Statistics:
+        """Return counters and state at this moment."""
+        channel, state = self.channel, self.state
+        words = None if channel is None else channel.segment
+        alive = channel if state.process in (Process.BUILDING, Process.READY) else None
+        if alive is not None and alive.has_ended():
+            alive = None
+        return self.reporter.statistics(
+            state=name_of(state, started=self.recoverer.description is not None),
+            pid=None if alive is None else alive.pid,
+            rss=None if alive is None else memory_of(alive),
+            restarts=self.recoverer.restarts,
+            step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
+            journal_bytes=len(self.position.journal),
+            snapshots=self.maintenance.snapshots(channel),
+        )
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.warning("%s", line)

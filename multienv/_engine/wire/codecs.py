@@ -1,0 +1,221 @@
+"""The trainer's half of a step: write actions into a bank, and read replies out of it.
+
+The replies of several envs are rows of a batch. A single env is a batch of one whose values arrive bit for bit as it
+returned them.
+The worker's half is in ``worker/``; both halves take the layout of the banks from :func:`layout_of_envs`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+
+from multienv._engine.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
+from multienv._engine.wire.banks import LENGTH, PICKLED_AT, BankLayout
+from multienv._engine.wire.infos import Extras, numbers_in
+from multienv._engine.wire.layout import layout_of
+from multienv._engine.wire.messages import Description
+from multienv._engine.wire.rows import Array, has_rows, leaf_arrays, row_bytes, row_of
+from multienv._engine.wire.segment import REPLY_PAYLOAD, Segment
+
+# The reward of a single env keeps its type, by a tag in the head. A float64 holds integers exactly up to 2**53; what
+# does not fit makes a pickled row.
+REWARD_TYPES: tuple[type, ...] = (float, np.float64, np.float32, int, np.int64, bool)
+REWARD_TAGS = {kind: tag for tag, kind in enumerate(REWARD_TYPES)}
+INTEGER_REWARDS = 3  # from this tag on
+EXACT_INTEGER = 2**53
+
+Transition = tuple[Any, Any, bool, bool, dict[str, Any]]
+
+
+def layout_of_envs(
+    exact: bool, observation_space: Any, action_space: Any, slots: int, autoreset: str = ""
+) -> BankLayout:
+    """Return the layout of the banks; worker and trainer call this with the same arguments.
+
+    Args:
+        exact: For a single env, whose values travel to the bit; else for rows of a batch.
+        observation_space: Of one env; for rows, the space that the batch has.
+        action_space: Of one env.
+        slots: Number of envs.
+        autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
+    """
+    if exact:
+        layout = layout_of(observation_space)
+        return BankLayout(1, action_bytes(action_space), () if layout is None else (layout.size,))
+    leaves = row_bytes(observation_space) if has_rows(observation_space) else ()
+    has_finals = autoreset == "SAME_STEP"
+    return BankLayout(slots, action_bytes(batch_space(action_space, slots)), leaves, has_finals)
+
+
+@dataclass
+class RowsReply:
+    """Holds the reply of a worker with several envs: arrays over its bank, which is reused two requests later.
+
+    Attributes:
+        leaves: For each leaf of the observation space an array with a row for each slot; empty where observations
+            travel as a payload: see ``extras.observations``.
+        rewards, terminated, truncated: One value for each slot.
+        extras: Infos, failures and observations that travelled; ``None``: nothing.
+        errors: What the envs have raised, by slot, as errors to raise.
+    """
+
+    leaves: list[Array]
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    extras: Extras | None = None
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    @cached_property
+    def views(self) -> tuple[Any, ...]:
+        """Return views of rewards, of both flags and of each leaf: to join them takes half as long."""
+        return tuple(one.data for one in (self.rewards, self.terminated, self.truncated, *self.leaves))
+
+    def with_extras(self, extras: Extras) -> RowsReply:
+        """Return the same rows with these extras."""
+        return RowsReply(self.leaves, self.rewards, self.terminated, self.truncated, extras)
+
+
+class ReplyPayload(NamedTuple):
+    """Holds the parts of the payload of a reply.
+
+    Attributes:
+        evidence: A digest of each pickled row, packed.
+        pickled: The list of the pickled rows, itself pickled.
+        rest: Infos and other extras.
+    """
+
+    evidence: bytes = b""
+    pickled: bytes = b""
+    rest: bytes = b""
+
+
+def payload_of(segment: Segment, number: int) -> ReplyPayload:
+    """Return the payload of the reply to request ``number``."""
+    if not segment.words[REPLY_PAYLOAD + (number & 1)]:
+        return ReplyPayload()
+    payload = segment.read_reply_payload(number)
+    (end,) = LENGTH.unpack_from(segment.banks[number & 1].view, PICKLED_AT)
+    if not end:
+        return ReplyPayload(rest=payload)
+    middle = LENGTH.size + LENGTH.unpack_from(payload)[0]
+    return ReplyPayload(payload[LENGTH.size : middle], payload[middle:end], payload[end:])
+
+
+class Codec:
+    """Reads the replies of a worker: of several envs as rows, of a single one to the bit.
+
+    Args:
+        description: Of the envs.
+        exact: It is a single env, whose values arrive as it returned them.
+        space: Observation space of the batch; ``None``: that of the first env.
+        autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
+
+    Attributes:
+        exact, slots: As given; the number of envs.
+        space, action_space: Of one env when it was built.
+        has_rows: Observations lie as rows in the banks.
+        layout: Of the banks.
+        elements: Numbers in the array that the actions of all slots are; 0 where they are no array.
+        checks_actions: Actions that do not fit the action space are refused. A single env may have set another one.
+    """
+
+    def __init__(self, description: Description, exact: bool, space: Any = None, autoreset: str = "") -> None:
+        self.exact, self.slots = exact, len(description.spaces)
+        first_observation_space, self.action_space = description.spaces[0]
+        self.space = first_observation_space if space is None else space
+        self.has_rows = not exact and has_rows(self.space)
+        self.layout = layout_of_envs(exact, self.space, self.action_space, self.slots, autoreset)
+        self._verbatim = layout_of(self.space) if exact else None
+        self._asked_space: Any = self.action_space if exact else batch_space(self.action_space, self.slots)
+        self.elements = 0 if exact else number_of(self._asked_space)
+        self.checks_actions = True
+
+    def encoder(self, segment: Segment) -> Encode:
+        """Return the function that writes a step request, with the actions of all slots, into its bank."""
+        return action_encoder(self._asked_space, segment, self._misfit)
+
+    def _misfit(self, action: Any) -> str:
+        return misfit(self._asked_space, action) if self.checks_actions else ""
+
+    def reader(self, segment: Segment) -> Callable[[int], Any]:
+        """Return the function that reads the reply to a plain request; ``None`` if some of its infos are pickled.
+
+        It returns the transition of a single env; else rows, which are whole as long as the bank is.
+        """
+        words, exact = segment.words, self.exact
+        sides: list[tuple[Any, ...]] = [
+            (show, bank.view, bank.rewards.data, bank.terminated.data, bank.truncated.data, REPLY_PAYLOAD + side)
+            for side, (show, bank) in enumerate(zip(self.shown(segment), segment.banks, strict=True))
+        ]
+
+        def read(number: int) -> Any:
+            show, view, rewards, terminated, truncated, payload = sides[number & 1]
+            numbers = None
+            if words[payload]:
+                numbers = numbers_in(segment.read_reply_payload(number))
+                if numbers is None:
+                    return None
+            if not exact:
+                return show if numbers is None else show.with_extras(Extras(numbers))
+            info = {} if numbers is None else next(iter(numbers))[1]
+            tag = view[4]
+            reward = REWARD_TYPES[tag](rewards[0]) if tag else rewards[0]
+            if view[3]:
+                return show(), reward, terminated[0], truncated[0], info
+            return show(), reward, False, False, info
+
+        return read
+
+    def shown(self, segment: Segment) -> list[Any]:
+        """Return for each bank its rows; or, of a single env, what returns a copy of the observation there."""
+        if not self.exact:
+            return [self.rows(segment, side) for side in (0, 1)]
+        space = self.space
+        if type(space) is spaces.Box and self._verbatim is not None:
+            start = self.layout.leaves[0]
+            return [np.ndarray(space.shape, space.dtype, bank.view, start).copy for bank in segment.banks]
+        return [partial(self.observation, segment, side) for side in (0, 1)]
+
+    def observation(self, segment: Segment, number: int, pickled_row: bytes | None = None) -> Any:
+        """Return the observation of a single env in the reply to ``number``.
+
+        Args:
+            segment: With the bank.
+            number: Of the request.
+            pickled_row: What the env returned, pickled, if it does not fit the bank; else ``None``.
+        """
+        if pickled_row is not None:
+            return pickle.loads(pickled_row)[0]
+        bank = segment.banks[number & 1]
+        return None if self._verbatim is None else self._verbatim.read(bank.view, bank.layout.leaves[0])
+
+    def transition(
+        self, segment: Segment, number: int, pickled_row: bytes | None = None
+    ) -> tuple[Any, Any, bool, bool]:
+        """Return observation, reward, terminated and truncated of a single env; arguments as of :meth:`observation`."""
+        if pickled_row is not None:
+            whole: tuple[Any, Any, bool, bool] = pickle.loads(pickled_row)
+            return whole
+        bank = segment.banks[number & 1]
+        tag, number_of_reward = bank.view[4], bank.rewards[0].item()
+        reward = REWARD_TYPES[tag](number_of_reward) if tag else number_of_reward
+        return self.observation(segment, number), reward, bool(bank.terminated[0]), bool(bank.truncated[0])
+
+    def rows(self, segment: Segment, number: int) -> RowsReply:
+        """Return the arrays of the bank that holds the reply to ``number``."""
+        bank = segment.banks[number & 1]
+        leaves = leaf_arrays(self.space, bank) if self.has_rows else []
+        return RowsReply(leaves, bank.rewards, bank.terminated, bank.truncated)
+
+    def row(self, segment: Segment, number: int, slot: int) -> Any:
+        """Return a copy of one slot's observation in the reply to ``number``."""
+        return row_of(self.space, leaf_arrays(self.space, segment.banks[number & 1]), slot)

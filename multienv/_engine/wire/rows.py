@@ -1,0 +1,189 @@
+"""Rows of a batch in a bank: how observations of any space are written to their row and read back.
+
+Observations of a nested space have an array for each leaf. A space whose values have no fixed size (Text, Graph,
+Sequence, OneOf, custom) has none: its observations travel as a payload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+if TYPE_CHECKING:
+    from multienv._engine.wire.banks import Bank
+
+Array = np.ndarray[Any, Any]
+WriteRow = Callable[[int, Any], None]  # row, observation
+
+_SOLID = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Discrete)
+# Channels that are copied one by one where they do not lie beside each other.
+_FEW = 8
+
+
+def has_rows(space: spaces.Space[Any]) -> bool:
+    """Tell whether observations of this space have arrays in a bank."""
+    # The exact type: a subclass may return anything. Of a long double, some bytes say nothing: rows show all bytes.
+    if type(space) is spaces.Dict:
+        return all(map(has_rows, space.spaces.values()))
+    if type(space) is spaces.Tuple:
+        return all(map(has_rows, space.spaces))
+    dtype = space.dtype
+    return type(space) in _SOLID and dtype is not None and not dtype.hasobject and dtype.char not in "gG"
+
+
+def leaf_spaces(space: Any) -> list[Any]:
+    """Return the spaces that are not nested, in their order."""
+    if type(space) is spaces.Dict:
+        return [leaf for member in space.spaces.values() for leaf in leaf_spaces(member)]
+    if type(space) is spaces.Tuple:
+        return [leaf for member in space.spaces for leaf in leaf_spaces(member)]
+    return [space]
+
+
+def row_bytes(space: Any) -> tuple[int, ...]:
+    """Return for each leaf the bytes of one row."""
+    return tuple(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaf_spaces(space))
+
+
+def leaf_arrays(space: Any, bank: Bank) -> list[Array]:
+    """Return for each leaf its array in a bank."""
+    return [bank.leaf(index, leaf.shape, leaf.dtype) for index, leaf in enumerate(leaf_spaces(space))]
+
+
+def nested(space: Any, leaves: Iterable[Any]) -> Any:
+    """Return leaves, one for each leaf of the space, in the structure of the space."""
+    return _nested(space, iter(leaves))
+
+
+def _nested(space: Any, rest: Iterator[Any]) -> Any:
+    if type(space) is spaces.Dict:
+        return {key: _nested(member, rest) for key, member in space.spaces.items()}
+    if type(space) is spaces.Tuple:
+        return tuple(_nested(member, rest) for member in space.spaces)
+    return next(rest)
+
+
+def batch_of(space: Any, observations: list[Any]) -> Any:
+    """Return the batch of observations of any space."""
+    empty: Any = create_empty_array(space, len(observations))
+    return concatenate(space, observations, empty)
+
+
+def stacked(space: Any, values: Sequence[Any]) -> Any:
+    """Stack the values of many steps, in the structure of the space; values that do not stack become a list.
+
+    Args:
+        space: Of each value, or of each row of it.
+        values: One for each step.
+    """
+    if isinstance(space, spaces.Dict) and all(isinstance(value, dict) for value in values):
+        return {key: stacked(member, [value[key] for value in values]) for key, member in space.spaces.items()}
+    if isinstance(space, spaces.Tuple) and all(isinstance(value, tuple) for value in values):
+        members = enumerate(space.spaces)
+        return tuple(stacked(member, [value[index] for value in values]) for index, member in members)
+    if isinstance(space, _SOLID):
+        arrays = [np.asarray(value) for value in values]
+        if len({array.shape for array in arrays}) == 1:
+            return np.stack(arrays)
+    return list(values)
+
+
+def row_of(space: Any, leaves: Iterable[Array], row: int) -> Any:
+    """Return a copy of one row of the leaves, in the type its space has: of a Box it is always an array."""
+    members = zip(leaf_spaces(space), leaves, strict=True)
+    copies = [leaf[row] if type(one) is spaces.Discrete else leaf[row, ...].copy() for one, leaf in members]
+    return nested(space, copies)
+
+
+def row_writer(tree: Any) -> WriteRow:
+    """Return the function that writes one observation into its row of nested arrays."""
+    if isinstance(tree, dict):
+        by_key = {key: row_writer(member) for key, member in tree.items()}
+
+        def write_dict(row: int, value: Any) -> None:
+            for key, write in by_key.items():
+                write(row, value[key])
+
+        return write_dict
+    if isinstance(tree, tuple):
+        members = [row_writer(member) for member in tree]
+
+        def write_tuple(row: int, value: Any) -> None:
+            for write, item in zip(members, value, strict=True):
+                write(row, item)
+
+        return write_tuple
+    return _array_row_writer(tree)
+
+
+def _array_row_writer(array: Array) -> WriteRow:
+    dtype, shape, ndarray = array.dtype, array.shape[1:], np.ndarray
+
+    def write(row: int, value: Any) -> None:
+        if type(value) is not ndarray or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
+            value = _fitting(value, dtype, shape)
+        copy_into(array[row, ...], value)
+
+    return write
+
+
+def copy_into(target: Array, value: Array) -> None:
+    """Copy an array into one of the same shape."""
+    if value.ndim > 2 and value.shape[-1] <= _FEW and value.strides[-2:] != target.strides[-2:]:
+        # A stack of frames whose axis was moved to the end: numpy would copy it a few bytes at a time.
+        for channel in range(value.shape[-1]):
+            target[..., channel] = value[..., channel]
+    else:
+        target[...] = value
+
+
+def _fitting(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return what ``np.stack`` would make of it; raises for another shape or a type that loses more than precision."""
+    array = np.asarray(value)
+    if array.shape != shape:
+        raise ValueError(
+            f"An observation has shape {array.shape}; the env's observation space wants {shape}. Fix the env, or its "
+            "observation_space."
+        )
+    same_kind = np.can_cast(array.dtype, dtype, "same_kind")
+    if not same_kind and not (isinstance(value, int) and _holds(dtype, value)):
+        raise TypeError(
+            f"An observation has dtype {array.dtype}; the env's observation space wants {dtype}. Fix the env, or its "
+            "observation_space."
+        )
+    fitting: Array = array.astype(dtype, copy=False)
+    return fitting
+
+
+def _holds(dtype: np.dtype[Any], value: int) -> bool:
+    return np.issubdtype(dtype, np.integer) and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+
+
+class Cell:
+    """Writes an observation that is assigned to it into a row, as a memoryview of a row does."""
+
+    __slots__ = ("_row", "_write")
+
+    def __init__(self, write: WriteRow, row: int) -> None:
+        self._write, self._row = write, row
+
+    def __setitem__(self, whole: slice, observation: Any) -> None:
+        """Write the observation into the row."""
+        self._write(self._row, observation)
+
+
+def cells(tree: Any, slots: int) -> list[Any]:
+    """Return for each row what an observation is assigned to.
+
+    A memoryview takes what has its very format and shape, and refuses anything else, in half the time that it takes to
+    ask; but it knows one dimension only. What it refuses may fit all the same: see :func:`row_writer`.
+    """
+    if isinstance(tree, np.ndarray) and tree.ndim == 2 and tree.dtype.isnative:
+        return [row.data for row in tree]
+    write = row_writer(tree)
+    return [Cell(write, row) for row in range(slots)]

@@ -1,0 +1,1 @@
+"""Inside a worker process: the request loop, the envs, forked snapshots."""

@@ -1,0 +1,235 @@
+"""Take a census of what a worker has beyond its memory: a fork copies memory, not the world.
+
+What a forked copy shares with its worker (the position of an open file, a lock), lacks (record locks, timers, threads)
+or cannot take back (a server, a pipe, another process) is looked for at each fork. Everything found is one of three:
+
+- *harmless*: on a closed list, which is all that this module lets pass without a word;
+- *put back*: a regular file or a folder that is open for reading or for writing. The copy opens it anew, so that it has
+  a position of its own, which is that of the moment of the fork, and no part in a lock that the worker takes later;
+- an *obstacle*, one of ``OBSTACLES``: there is no snapshot as long as it is there.
+
+What is not known to survive a fork is an obstacle. CRIU and DMTCP judge each kind of descriptor in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from multienv._engine.wire.segment import SHARED_NAME
+from multienv._engine.wire.shared_file import DATA_NAME
+
+# Why there is no snapshot; control word OBSTACLE is an index.
+OBSTACLES = (
+    "", "threads", "child processes", "sockets", "devices", "the fork failed", "shared memory", "pipes", "locks",
+    "timers", "files", "descriptors",
+)  # fmt: skip
+THREADS, CHILDREN, SOCKETS, DEVICES, FAILED, SHARED, PIPES, LOCKS, TIMERS, FILES, DESCRIPTORS = range(1, 12)
+
+# Pygame starts this thread for callbacks by the clock, which no deterministic env asks for.
+_HARMLESS_THREADS = ("SDLTimer\n",)
+# /dev/null, /dev/zero, /dev/full, /dev/random and /dev/urandom: they have no state.
+_HARMLESS_DEVICES = {os.makedev(1, minor) for minor in (3, 5, 7, 8, 9)}
+# In the kernel's list of mappings: the last of the permissions says that memory is shared, the file comes at the end.
+_SHARED_MAPPING = re.compile(rb"s [0-9a-f]{8,} \S+ \d+ *(.*)\n")
+# A file of these folders that is mapped for reading may be memory that another process writes to.
+_MEMORY = (b"/dev/", b"/memfd:", b"/SYSV")
+_OUR_MAPPING = f"/memfd:{SHARED_NAME} ".encode()
+_OUR_DATA = f"/memfd:{DATA_NAME} "  # Python's mmap keeps a descriptor of what it maps
+# All other kinds are obstacles; epoll, eventfd, timerfd, inotify and so on have none of these.
+_OBSTACLE_OF = {stat.S_IFSOCK: SOCKETS, stat.S_IFIFO: PIPES, stat.S_IFCHR: DEVICES, stat.S_IFBLK: DEVICES}
+# Their files look like regular ones.
+_KERNEL_FOLDERS = ("/proc", "/sys", "/sys/fs/cgroup", "/dev/mqueue")
+_OF_ALL_PROCESSES = "pid:[4026531836]"  # the PID namespace in which /proc/locks shows all locks
+_STANDARD = 2  # standard input, output and error
+
+
+class Found(NamedTuple):
+    """Tells of one thing that a worker has beyond its memory, and that is not harmless.
+
+    Attributes:
+        obstacle: An index of OBSTACLES; 0: it is put back.
+        name: What it is, for people: a path, or the kernel's name; ``""``: of a file that is put back, see ``what``.
+        descriptor, flags, position: Of a file that is put back.
+        same_as: Another descriptor of the same open file, which shares its position; -1: there is none.
+    """
+
+    obstacle: int
+    name: str
+    descriptor: int = -1
+    flags: int = 0
+    position: int = 0
+    same_as: int = -1
+
+    @property
+    def what(self) -> str:
+        """Return what it is: that of a file is only looked up if it is wanted."""
+        return self.name or _name(self.descriptor)
+
+
+def census(
+    ours: Collection[int], copies: Collection[int], standard: Collection[tuple[int, int, int]]
+) -> Iterator[Found]:
+    """Yield what this process has beyond its memory, except what is harmless.
+
+    Args:
+        ours: The descriptors of multienv.
+        copies: The child processes that are snapshots.
+        standard: What :func:`standard_streams` returned when the process began.
+
+    Raises:
+        OSError: No descriptor is left to look with.
+    """
+    yield from _tasks(copies)
+    yield from _mappings()
+    with contextlib.suppress(FileNotFoundError):  # the kernel does not tell
+        for line in Path("/proc/self/timers").read_text().splitlines():
+            if line.startswith("ID:"):
+                yield Found(TIMERS, "a timer of timer_create(2)")
+    yield from _descriptors(ours, standard)
+
+
+def standard_streams() -> set[tuple[int, int, int]]:
+    """Return what standard input, output and error are: number, device and inode of each."""
+    found = set()
+    for descriptor in range(_STANDARD + 1):
+        with contextlib.suppress(OSError):
+            status = os.fstat(descriptor)
+            found.add((descriptor, status.st_dev, status.st_ino))
+    return found
+
+
+def put_back(files: Sequence[Found]) -> None:
+    """Open files anew, in a copy, at the positions that they had when it was forked. Raises OSError.
+
+    The copy then shares nothing with the worker: neither the position, nor a ``flock()``, which belongs to the open
+    file and lasts until the last process has closed it.
+    """
+    for file in files:
+        is_inheritable = os.get_inheritable(file.descriptor)
+        if file.same_as >= 0:
+            os.dup2(file.same_as, file.descriptor, is_inheritable)
+            continue
+        # By this link, because a path may lead to another file by now, or to none.
+        anew = os.open(f"/proc/self/fd/{file.descriptor}", file.flags)
+        os.lseek(anew, file.position, os.SEEK_SET)
+        os.dup2(anew, file.descriptor, is_inheritable)
+        os.close(anew)
+
+
+def _tasks(copies: Collection[int]) -> Iterator[Found]:
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if int(task) == os.getpid():
+                for child in Path(f"/proc/self/task/{task}/children").read_text().split():
+                    if int(child) not in copies:
+                        yield Found(CHILDREN, f"process {child}")
+            else:
+                name = Path(f"/proc/self/task/{task}/comm").read_text()
+                if name not in _HARMLESS_THREADS:
+                    yield Found(THREADS, f"thread {name.strip()}")
+
+
+def _mappings() -> Iterator[Found]:
+    mappings = Path("/proc/self/maps").read_bytes()
+    for match in _SHARED_MAPPING.finditer(mappings):
+        name, permission_to_write = match[1], mappings[match.start() - 2]
+        is_read_only_file = permission_to_write == ord("-") and name.startswith(b"/") and not name.startswith(_MEMORY)
+        if not is_read_only_file and not name.startswith(_OUR_MAPPING):
+            yield Found(SHARED, os.fsdecode(name) or "memory")
+
+
+def _descriptors(ours: Collection[int], standard: Collection[tuple[int, int, int]]) -> Iterator[Found]:
+    locked, files = _locked_inodes(), dict[tuple[int, ...], list[Found]]()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor in ours:
+            continue
+        try:
+            status = os.fstat(descriptor)
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        except OSError:  # it was open while the list was read
+            continue
+        place = status.st_dev, status.st_ino
+        if descriptor <= _STANDARD and (descriptor, *place) in standard:
+            continue
+        found = _judged(descriptor, status, flags, locked)
+        if found is not None and found.obstacle:
+            yield found
+        elif found is not None:  # together with those that may be the same open file
+            single = descriptor if stat.S_ISDIR(status.st_mode) else -1
+            files.setdefault((*place, flags, found.position, single), []).append(found)
+    for alike in files.values():
+        yield from alike if len(alike) == 1 else _with_duplicates(alike)
+
+
+def _judged(descriptor: int, status: os.stat_result, flags: int, locked: Collection[int] | None) -> Found | None:
+    """Return what is found of a descriptor; ``None``: it is harmless."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind in (stat.S_IFREG, stat.S_IFDIR):
+        return _judged_file(descriptor, status, flags, locked)
+    if kind == stat.S_IFCHR and status.st_rdev in _HARMLESS_DEVICES:
+        return None
+    return Found(_OBSTACLE_OF.get(kind, DESCRIPTORS), _name(descriptor))
+
+
+def _judged_file(descriptor: int, status: os.stat_result, flags: int, locked: Collection[int] | None) -> Found | None:
+    """Return what is found of a regular file or a folder; ``None``: it is harmless."""
+    if flags & os.O_PATH:  # only a name
+        return None
+    if not status.st_nlink and _name(descriptor).startswith(_OUR_DATA):
+        return None
+    if status.st_dev in _kernel_devices():
+        return Found(DEVICES, _name(descriptor))
+    if flags & os.O_ACCMODE == os.O_RDWR:
+        return Found(FILES, _name(descriptor))
+    if (locked is None or status.st_ino in locked) and "lock:" in Path(f"/proc/self/fdinfo/{descriptor}").read_text():
+        return Found(LOCKS, _name(descriptor))
+    return Found(0, "", descriptor, flags, os.lseek(descriptor, 0, os.SEEK_CUR))
+
+
+def _with_duplicates(alike: Sequence[Found]) -> list[Found]:
+    """Return these files, all at one position; a descriptor that is a duplicate of another says so.
+
+    Duplicates share their position: each gets another one, for a moment, and what was overwritten shows.
+    """
+    found, firsts = [], dict[int, int]()
+    try:
+        for place, file in enumerate(alike, 1):
+            os.lseek(file.descriptor, file.position + place, os.SEEK_SET)
+        for file in alike:
+            first = firsts.setdefault(os.lseek(file.descriptor, 0, os.SEEK_CUR), file.descriptor)
+            found.append(file if first == file.descriptor else file._replace(same_as=first))
+    finally:
+        for file in alike:
+            os.lseek(file.descriptor, file.position, os.SEEK_SET)
+    return found
+
+
+def _locked_inodes() -> Collection[int] | None:
+    """Return the inodes on which any process holds a lock; ``None``: the kernel does not show them all."""
+    if not _sees_all_locks():
+        return None
+    lines = Path("/proc/locks").read_text().splitlines()
+    return {int(part.rpartition(":")[2]) for line in lines for part in line.split() if part.count(":") == 2}
+
+
+@cache
+def _sees_all_locks() -> bool:
+    # In another PID namespace, locks of processes that have ended are left out, though their files may be open here.
+    return os.access("/proc/locks", os.R_OK) and os.readlink("/proc/self/ns/pid") == _OF_ALL_PROCESSES  # noqa: PTH115
+
+
+@cache
+def _kernel_devices() -> set[int]:
+    return {os.stat(folder).st_dev for folder in _KERNEL_FOLDERS if os.path.isdir(folder)}  # noqa: PTH112, PTH116
+
+
+def _name(descriptor: int) -> str:
+    return os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - a Path costs ten times as much

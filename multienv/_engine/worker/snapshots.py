@@ -1,0 +1,297 @@
+"""Forked snapshots: now and then a worker forks itself, and the copy freezes.
+
+The memory of the copy is exact by construction, whatever the env is made of. When the worker is lost, the copy wakes,
+receives new descriptors, and executes again the few requests that came after the fork. A snapshot costs the worker a
+fork, and memory only for pages that are written to afterwards (copy-on-write).
+
+The copy holds neither end of the worker's wake socket: else the socket would stay open when the worker dies, and nobody
+would see the death. It leads a process group of its own. It waits on a socket whose other end only the monitor holds: a
+message wakes the copy, and the end of the socket ends it. When the worker is dead, the copy becomes a child of the
+monitor, so that the monitor learns its exit status, too.
+
+A fork copies memory, not the world. Each time the module ``census`` looks for what the process has beyond its memory.
+Regular files are put back in the copy; if anything else is found, no snapshot is taken, and the control word
+``OBSTACLE`` says why. A snapshot is also of no use if the env has asked outside in a request after it: see ``asked``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+from multienv._engine.wire.banks import OVERHEAD
+from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT, SNAPSHOTS, Segment
+from multienv._engine.worker.asked import Asked
+from multienv._engine.worker.census import (
+    CHILDREN,
+    FAILED,
+    LOCKS,
+    OBSTACLES,
+    THREADS,
+    TIMERS,
+    Found,
+    census,
+    put_back,
+    standard_streams,
+)
+from multienv._engine.worker.ends import MARK_VARIABLE, Ends, mark_of
+
+# Process, number of the last request executed in it, and the token it is kept under; 0: the newest, for recoveries.
+ANNOUNCEMENT = struct.Struct("<QQQ")
+WAKING = struct.Struct("<Q")  # the monitor
+# What comes with WAKING: wake socket, memory, stack, announcements, stderr.
+_WAKING_DESCRIPTORS = 5
+
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+# If the census finds these, an older snapshot is still good: the copy starts or takes its own.
+_OF_THE_PROCESS = (THREADS, CHILDREN, FAILED, LOCKS, TIMERS)
+
+# Env time between two snapshots: as many times what a fork takes, so that they cost a third of a percent; the pages
+# copied afterwards and the copy's own work cost as much again.
+_MULTIPLE = 300
+# At the least: shorter replays are not worth it.
+_SHORTEST = 0.05
+# At the most, so that a replay is short; unless they cost more than one percent then.
+_LONGEST = 0.5
+_LEAST_MULTIPLE = 100
+# After a try that found an obstacle, the next one comes after so many times the interval.
+_OBSTACLE_FACTOR = 4
+# Part of the journal that requests may fill until the next one is due; it is taken after twice as many at the latest.
+_PART_OF_JOURNAL = 0.25
+# If snapshots are fewer steps apart than this, each step is checked for whether one is due.
+_OFTEN = 64
+_PR_SET_PDEATHSIG = 1
+# A snapshot is woken when its parent is dead, or about to be; seconds.
+_ORPHANED_WITHIN = 2.0
+
+
+class Woken(BaseException):
+    """Raised in a snapshot that has been woken, to leave the code that the worker was running when it forked.
+
+    Attributes:
+        ends: The new descriptors.
+        number: The last request executed in it.
+    """
+
+    def __init__(self, ends: Ends, number: int) -> None:
+        super().__init__()
+        self.ends = ends
+        self.number = number
+
+
+class Snapshots:
+    """Decides when a worker takes snapshots, and takes them.
+
+    Args:
+        segment: The worker's segment.
+        ends: The worker's descriptors.
+        fork: Makes the copy.
+
+    Attributes:
+        account: A further descriptor of multienv; see ``affinity``.
+    """
+
+    def __init__(self, segment: Segment, ends: Ends, fork: Callable[[], int] = os.fork) -> None:
+        self.account = -1
+        self._segment = segment
+        self._ends = ends
+        self._fork = fork
+        self._standard = standard_streams()
+        self._asked = Asked(segment.words)
+        self._number = 0  # of the last request executed in the newest snapshot; in a woken copy: in the copy
+        self._token = 0
+        self._every = -1
+        self._journal = 0
+        self._interval = _SHORTEST
+        self._cost = 0.0
+        self._pids: set[int] = set()
+        self._newest = 0  # pid of the newest snapshot for recoveries
+
+    @property
+    def watches_all(self) -> bool:
+        """Tell whether :meth:`consider` is to be called after each step."""
+        return 0 < self._every <= _OFTEN
+
+    def begin(self, every: int, *, at_once: bool = False, journal: int = 0) -> None:
+        """Plan snapshots.
+
+        Args:
+            every: Take one every so many steps; 0: at the best interval; -1: never.
+            at_once: Take the first at once.
+            journal: Bytes that the trainer's journal may take: what it forgets must not be needed; 0: not known.
+        """
+        self._every = every if sys.platform == "linux" else -1
+        self._journal = journal
+        self._interval = 0.0 if at_once else _SHORTEST
+
+    def consider(self, number: int, step_seconds: float) -> None:
+        """Take a snapshot after the step with this number, if one is due. A copy that is woken raises `Woken` here."""
+        if self._every < 0:
+            return
+        steps = number - self._number
+        if steps >= self._every if self._every else self._is_due(number, steps, step_seconds):
+            obstacle = self._asked.take() or self._take(number, 0)
+            self._segment.words[OBSTACLE] = obstacle
+            if obstacle:  # the obstacle may go away: try again later
+                self._number = number
+                self._interval = _OBSTACLE_FACTOR * max(_SHORTEST, self._interval)
+                if obstacle not in _OF_THE_PROCESS:
+                    self._drop()
+
+    def _is_due(self, number: int, steps: int, step_seconds: float) -> bool:
+        """Tell whether a snapshot is due: at round numbers, so that workers stepped together also fork together.
+
+        At the latest after twice as many steps as are enough: other requests may have all the round numbers.
+        """
+        enough = self._interval / max(step_seconds, 1e-9)
+        if self._journal:  # a quick env fills it before the interval is over
+            enough = min(enough, _PART_OF_JOURNAL * self._journal / (self._segment.layout.end + OVERHEAD))
+        is_round = number % (1 << max(0, int(enough).bit_length() - 1)) == 0
+        return steps >= enough and (is_round or steps >= 2 * enough)
+
+    def keep(self, number: int, token: int) -> str:
+        """Take a snapshot during request ``number``, kept under ``token``; return the obstacle in words, or ``""``."""
+        if sys.platform != "linux":
+            return "the operating system"
+        return OBSTACLES[self._take(number, token)]
+
+    def go_on(self, segment: Segment, ends: Ends) -> None:
+        """Take over segment and descriptors in a woken copy, and take another snapshot in its place."""
+        self._segment, self._ends = segment, ends
+        self._standard = standard_streams()
+        self._asked.move(segment.words)
+        self._take(self._number, self._token)
+        self._token = 0
+        self._interval = 0.0  # take a newer one soon: the worker may well be lost again
+
+    # --- in the worker --------------------------------------------------------------------------
+
+    def _take(self, number: int, token: int) -> int:
+        """Take a snapshot; return the obstacle, an index of OBSTACLES, or 0."""
+        if not token:
+            self._number = number
+        self._reap()
+        began = time.perf_counter()
+        try:
+            files = []
+            for found in self.census():
+                if found.obstacle:
+                    return found.obstacle
+                files.append(found)
+            ours, theirs = socket.socketpair()
+        except OSError:  # no descriptor is left
+            return FAILED
+        for stream in (sys.stdout, sys.stderr):  # or the copy would write the buffered text again
+            with contextlib.suppress(Exception):
+                stream.flush()
+        drawn = random.getstate()  # Python seeds `random` anew in a forked child
+        timers = [signal.getitimer(which) for which in _TIMERS]  # and a child has none
+        try:
+            pid = self._fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            return FAILED
+        if pid == 0:
+            ours.close()
+            random.setstate(drawn)
+            self._number, self._token = number, token
+            self._freeze(theirs, timers, files)
+        theirs.close()
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # worker and copy both do this, because either may be first
+        is_announced = self._announce(ANNOUNCEMENT.pack(pid, number, token), ours)
+        self._pids.add(pid)
+        if not token and is_announced:  # what was recorded since the one before is needed no more
+            self._segment.words[SNAPSHOT], self._newest = number, pid
+        self._segment.words[SNAPSHOTS] += 1
+        self._cost = max(time.perf_counter() - began, 0.75 * self._cost)
+        longest = max(_LONGEST, _LEAST_MULTIPLE * self._cost)
+        self._interval = min(max(_SHORTEST, _MULTIPLE * self._cost), longest)
+        return 0
+
+    def _announce(self, message: bytes, channel: socket.socket) -> bool:
+        """Announce a snapshot to the monitor, which ends the one before; return whether that succeeded.
+
+        If it fails, the copy's socket ends.
+        """
+        handed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [channel.fileno()]))
+        with channel, contextlib.suppress(OSError):
+            self._ends.announcements.sendmsg([message], [handed], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return True
+        return False
+
+    def _reap(self) -> None:
+        for pid in list(self._pids):
+            try:
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    self._pids.discard(pid)
+            except ChildProcessError:  # the env reaps every child it finds
+                self._pids.discard(pid)
+
+    def census(self) -> Iterator[Found]:
+        """Yield what this process has beyond its memory, except what is harmless."""
+        return census({*self._ends.descriptors(), self.account}, self._pids, self._standard)
+
+    def _drop(self) -> None:
+        """End the newest snapshot, because what it would repeat is not only in its memory."""
+        self._segment.words[SNAPSHOT] = 0
+        if self._newest in self._pids:  # else its number may be that of another process by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._newest, signal.SIGKILL)
+
+    # --- in the copy ----------------------------------------------------------------------------
+
+    def _freeze(
+        self, channel: socket.socket, timers: Sequence[tuple[float, float]], files: Sequence[Found]
+    ) -> NoReturn:
+        """Close what is the worker's, and wait; raise `Woken` when woken, exit when no longer needed.
+
+        Files are put back at once: a copy that kept those of the worker would keep its locks, too.
+        """
+        try:
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            self._ends.close()
+            self._segment.close()
+            self._pids.clear()
+            put_back(files)
+            with channel:
+                message, descriptors, _, _ = socket.recv_fds(channel, WAKING.size, _WAKING_DESCRIPTORS)
+            if len(message) < WAKING.size or len(descriptors) < _WAKING_DESCRIPTORS:
+                os._exit(0)  # this copy is no longer needed
+            ends = self._ends_after_waking(message, descriptors)
+            for which, timer in zip(_TIMERS, timers, strict=True):
+                if timer[0]:
+                    signal.setitimer(which, *timer)
+        except BaseException:
+            os._exit(0)
+        raise Woken(ends, self._number)
+
+    @staticmethod
+    def _ends_after_waking(message: bytes, descriptors: list[int]) -> Ends:
+        (monitor,) = WAKING.unpack(message)
+        wake_socket, memory, stack, announcements, stderr = descriptors
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+        # Polled: nothing tells a process that its parent has changed.
+        until = time.monotonic() + _ORPHANED_WITHIN
+        while os.getppid() != monitor:
+            if time.monotonic() > until:
+                os._exit(0)
+            time.sleep(0.001)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        for descriptor in (wake_socket, memory, stack, announcements):
+            os.set_inheritable(descriptor, False)
+        os.environ[MARK_VARIABLE] = mark_of(monitor, os.getpid())
+        return Ends.of(wake_socket, memory, stack, announcements)

@@ -1,0 +1,151 @@
+"""One env on a node of a Ray cluster, and several of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from multienv._engine.building.building import (
+    EnvFn,
+    WorkerOptions,
+    Workers,
+    arguments,
+    checked_env_fn,
+    checked_threads,
+    listed_env_fns,
+)
+from multienv._engine.cluster.fleet import Fleet, RelayLauncher
+from multienv._engine.interrupts import finalizer
+from multienv._engine.processes.launcher import Preload, method_of
+from multienv._engine.recovery.supervisor import abandon_all
+from multienv._engine.wire.messages import Setting
+from multienv._engine.wire.shared_pickle import SharedPickle
+from multienv._engine.worker.main_module import main_script
+from multienv._engine.worker.registrations import registrations
+from multienv.config import RayOptions, takes_options_of
+from multienv.envs.subprocess_env import SupervisedEnv, built_envs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# Seconds that close() waits, with the last env, until the hosts have been told to end and a local Ray is shut down.
+CLOSE_PATIENCE = 10.0
+
+
+class Nodes:
+    """Has workers live on the hosts of a fleet: a backend.
+
+    Args:
+        fleet: Whose.
+        context, native_threads: See :class:`~multienv.WorkerOptions`.
+        first: Index of the first worker.
+    """
+
+    shares = preloads = False  # a host may be anywhere
+
+    def __init__(self, fleet: Fleet, context: Any, native_threads: int | None, first: int = 0) -> None:
+        self._fleet = fleet
+        self._method, self._native_threads = method_of(context), checked_threads(native_threads)
+        self._next = first
+
+    def launcher(self, title: str, shared: SharedPickle | None, preload: Preload | None) -> RelayLauncher:
+        """Return what launches the processes of the next worker."""
+        index, self._next = self._next, self._next + 1
+        return self._fleet.launcher(index, self._method, self._native_threads, title)
+
+    def setting(self) -> Setting:
+        """Return what a worker takes from the trainer; path, directory and environment are those of its node."""
+        authkey = bytes(multiprocessing.current_process().authkey)
+        return Setting((), arguments(), "", None, registrations(), authkey, main=main_script())
+
+
+class RayEnv(SupervisedEnv):
+    """A :class:`~multienv.SubprocessEnv` whose process runs on a node of a Ray cluster.
+
+    The journal stays with the trainer. If the process dies, the env is recovered on its node, from a forked snapshot.
+    If the node is lost, the env is recovered on another node, from the journal: exactly, or its episode ends with
+    ``truncated=True``.
+
+    Args:
+        env_fn: Function that builds the env, on the node. It travels by cloudpickle; the packages that it imports must
+            be installed there.
+        ray: A :class:`~multienv.RayOptions`; or a ``Fleet`` that several envs share.
+        env_index: Index of the env in its batch, for messages.
+        **options: See :class:`~multienv.WorkerOptions`.
+
+    Raises:
+        UsageError: Ray is not installed, ``env_fn`` is not callable or cannot be pickled, or an option is invalid.
+        ClusterError: The cluster cannot be reached, or has no free CPU.
+    """
+
+    @takes_options_of(Workers.__init__)
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        ray: RayOptions | Fleet = RayOptions(),  # noqa: B008 - frozen
+        env_index: int | None = None,
+        **options: Unpack[WorkerOptions],
+    ) -> None:
+        fns = [checked_env_fn(env_fn, env_index)]
+        fleet = self._fleet = ray if isinstance(ray, Fleet) else fleet_for(ray, 1)
+        try:
+            workers = Workers(partial(Nodes, fleet, first=env_index or 0), **options)
+            super().__init__(workers.make(fns, env_index, exact=True))
+        except BaseException:
+            fleet.close()
+            raise
+
+    def close(self) -> None:
+        """End the process; with the fleet's last env also its hosts, and a local Ray that was started for them."""
+        super().close()
+        self._fleet.wait(CLOSE_PATIENCE)
+
+    @finalizer
+    def __del__(self) -> None:
+        """Release the process, which ends by itself, if close() was not called."""
+        if "_supervisor" in self.__dict__:
+            abandon_all([self._supervisor])
+
+
+def fleet_for(options: Any, envs: int) -> Fleet:
+    """Return a new fleet for so many envs with a process each. Raises UsageError, ClusterError."""
+    fleet = Fleet(options, envs)
+    fleet.seat_workers(envs)
+    return fleet
+
+
+@takes_options_of(Workers.__init__)
+def create_ray_envs(
+    env_fns: Iterable[EnvFn],
+    *,
+    ray: RayOptions = RayOptions(),  # noqa: B008 - frozen
+    **options: Unpack[WorkerOptions],
+) -> list[RayEnv]:
+    """Make envs with a process each on the nodes of a Ray cluster: start all first, then build the envs in parallel.
+
+    Args:
+        env_fns: One function for each env.
+        ray: A :class:`~multienv.RayOptions`: which cluster, and how to use it.
+        **options: Options for all envs: see :class:`~multienv.WorkerOptions`.
+
+    Returns:
+        The initialized envs, in order; each has its index as ``env_index``.
+
+    Raises:
+        EnvsFailedError: Some envs could not be built; all are closed again.
+        ClusterError: The cluster cannot be reached, or has no free CPU.
+    """
+    return built_envs("create_ray_envs()", unbuilt_envs(listed_env_fns("create_ray_envs", env_fns), ray, **options))
+
+
+def unbuilt_envs(env_fns: Sequence[EnvFn], ray: RayOptions | None, **options: Unpack[WorkerOptions]) -> list[RayEnv]:
+    """Return envs that share their hosts, not started; see :func:`create_ray_envs`."""
+    fleet = fleet_for(RayOptions() if ray is None else ray, len(env_fns))
+    try:
+        return [RayEnv(env_fn, ray=fleet, env_index=index, **options) for index, env_fn in enumerate(env_fns)]
+    except BaseException:
+        fleet.close()
+        raise

@@ -1,0 +1,37 @@
+"""Limits of the engine, set so small that a test meets in a second what takes hours in life.
+
+The tests of promises name a limit, and know nothing else of the engine.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from multienv._engine import interrupts
+from multienv._engine.processes import watch
+from multienv._engine.recovery import deadlines, journal, pending, recoverer, supervisor
+from multienv.envs import async_env
+
+HOMES: dict[str, ModuleType] = {
+    **dict.fromkeys(["LEAST", "STEPS"], deadlines),
+    **dict.fromkeys(["LONGER", "SILENCE"], pending),
+    **dict.fromkeys(["LARGE_SHARE", "SHARE"], supervisor),
+    "MOST_CALLS": journal,
+    "PATIENCE": interrupts,
+    "REPLAY_GRACE": recoverer,
+    "SPINS": watch,
+    "_LOOK": async_env,
+}
+
+
+def limit(name: str) -> Any:
+    """Return a limit."""
+    return getattr(HOMES[name], name)
+
+
+def set_limit(patch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    """Set a limit until the test is over."""
+    patch.setattr(HOMES[name], name, value)
