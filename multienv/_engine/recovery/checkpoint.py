@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from itertools import count
 from typing import Any
 
-from multienv._engine.processes.channel import Channel
 from multienv._engine.recovery.journal import Journal
-from multienv._engine.recovery.policy import RecoveryProgress
+from multienv._engine.recovery.memory import MemoryAcrossResets
 from multienv._engine.recovery.position import Position
-from multienv._engine.recovery.recoverer import Unrecoverable
 from multienv._engine.recovery.state_machine import Episode, Process, State
-from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.messages import KeepSnapshot
+from multienv._engine.wire.messages import Build
+from multienv.config import RestartPolicy
 from multienv.errors import NotRestoredError, UsageError
 
 # Version of the dict that state_dict() returns.
 _VERSION = 13
-# Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
-ASIDE = 30.0
-_tokens = count(1)
-
-logger = logging.getLogger("multienv")
 
 
 class Snapshot:
@@ -38,7 +29,7 @@ class Snapshot:
 
     Attributes:
         token: Number of the frozen process.
-        position: Where the worker stood when the snapshot was taken, as ``Checkpoints.position()`` returns it.
+        position: Where the worker stood when the snapshot was taken, as ``Supervisor.where()`` returns it.
         kept: The snapshots of the worker.
         of: The envs, in words.
     """
@@ -123,160 +114,51 @@ class KeptSnapshots:
             self.free(token)
 
 
-class Checkpoints:
-    """Takes and restores the states of one worker.
+# --- checkpoints ------------------------------------------------------------------------------------
 
-    Args:
-        supervisor: The worker.
-        limit: How many snapshots may be kept at a time.
+
+def packed(where: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where a worker stands as what ``state_dict()`` returns."""
+    position = pickle.dumps(where, protocol=5)
+    return {"version": _VERSION, "position": position, "digest": _digest_of(position)}
+
+
+def unpacked(state: Any, journal: Journal, slots: int) -> dict[str, Any]:
+    """Return what :func:`packed` was given; ``journal`` and ``slots``: of the worker that is to go on from there.
+
+    Raises:
+        UsageError: It is not what ``state_dict()`` returned, or the worker does not replay.
+        NotRestoredError: It is the state of other envs.
     """
+    if not isinstance(state, dict) or "version" not in state:
+        raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")
+    if state["version"] != _VERSION:
+        raise UsageError(
+            f"load_state_dict(): this is what the state_dict() of another multienv returned, its version is "
+            f"{state['version']!r:.20}. This one knows version {_VERSION}."
+        )
+    if state.get("digest") != _digest_of(state.get("position")):
+        raise UsageError("load_state_dict(): this state is damaged: it is not what state_dict() returned.")
+    if not journal.replaying:
+        raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
+    where: dict[str, Any] = pickle.loads(state["position"])
+    if where["journal"]["stride"] != journal.stride or len(where["seeds"]) != slots:
+        raise NotRestoredError(
+            "load_state_dict(): this state is that of other envs. Is the env_fn the same? The env is as it was before."
+        )
+    return where
 
-    def __init__(self, supervisor: Any, limit: int) -> None:
-        self._supervisor = supervisor
-        self._limit = limit
-        self._kept = KeptSnapshots(supervisor.recoverer.free)
-        self.free_dropped = self._kept.free_dropped
 
-    # --- snapshots ----------------------------------------------------------------------------------
+def position_at(where: Mapping[str, Any], build: Build, policy: RestartPolicy, memory: MemoryAcrossResets) -> Position:
+    """Return a position of its own for where a worker stood; ``build``: what builds the present envs."""
+    there = Position(build, Journal(recording=True, policy=policy, memory=memory))
+    there.load(where)
+    return there
 
-    def snapshot(self) -> Snapshot:
-        """Ask the process to fork itself, and return the copy. Raises UsageError."""
-        worker = self._supervisor
-        worker.check("snapshot")
-        self._kept.free_dropped()
-        kept = len(self._kept)
-        if kept >= self._limit:
-            raise UsageError(
-                f"snapshot(): {kept} are kept, as many as RestartPolicy.max_snapshots allows. "
-                "free() some, or let go of them."
-            )
-        if worker.state.process is Process.NONE:
-            raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
-        token = next(_tokens)
-        try:
-            obstacle = worker.ask_between(KeepSnapshot(token, worker.position.number))
-            snapshot = Snapshot(token, self.position(), self._kept, worker.reporter.env_in(-1))
-        except BaseException:
-            sometimes("a snapshot is broken off while it is taken")
-            if worker.channel is not None:
-                worker.channel.kill()  # else it might take the snapshot later
-            worker.recoverer.free(token)
-            raise
-        if obstacle:
-            raise UsageError(
-                f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, pipes, devices "
-                "and shared memory do not survive a fork, and an env in the trainer (SerialEnv) is not forked. "
-                "Nothing is lost."
-            )
-        return snapshot
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Bring the envs back to where they stood when this snapshot was taken. Raises UsageError, NotRestoredError."""
-        worker = self._supervisor
-        worker.check("restore")
-        if not isinstance(snapshot, Snapshot) or snapshot.kept is not self._kept:
-            raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of this env; snapshot() returns one.")
-        if snapshot.is_free:
-            raise UsageError("restore(): this snapshot has been freed.")
-        position, recoverer = snapshot.position, worker.recoverer
-        progress = recoverer.begin(planned=True)
-        # First: else this process is the parent of the woken one, and the monitor does not see that one end.
-        worker.give_up()
-        try:
-            channel = recoverer.wake_kept(snapshot.token, position["number"], progress)
-            if channel is None:  # the frozen process is gone: replay what led to it
-                sometimes("a kept snapshot is gone")
-                channel = self._replayed(position, progress)
-        except Unrecoverable as reason:
-            raise NotRestoredError(
-                f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
-            ) from reason.with_traceback(None)  # its frames would keep a segment mapped
-        self._move_to(position, channel)
-
-    def free_all(self) -> None:
-        """Free all snapshots; called when the worker is closed."""
-        self._kept.free_all()
-
-    # --- checkpoints --------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the envs as plain data, for load_state_dict(). Raises UsageError."""
-        self._supervisor.check("state_dict")
-        journal = self._supervisor.position.journal
-        if not journal.replaying or not any(not plan.missing for plan in journal.plans()):
-            raise UsageError(
-                "state_dict(): what drove the env is not all known: its RestartPolicy does not replay; or the "
-                "episode has outgrown its journal_limit or replay_limit, until the next one has ended."
-            )
-        position = pickle.dumps(self.position(), protocol=5)
-        return {"version": _VERSION, "position": position, "digest": _digest_of(position)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bring the envs to this state in a new process, verified. Raises UsageError, NotRestoredError."""
-        worker = self._supervisor
-        worker.check("load_state_dict")
-        if not isinstance(state, dict) or "version" not in state:
-            raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")
-        if state["version"] != _VERSION:
-            raise UsageError(
-                f"load_state_dict(): this is what the state_dict() of another multienv returned, its version is "
-                f"{state['version']!r:.20}. This one knows version {_VERSION}."
-            )
-        if state.get("digest") != _digest_of(state.get("position")):
-            raise UsageError("load_state_dict(): this state is damaged: it is not what state_dict() returned.")
-        journal = worker.position.journal
-        if not journal.replaying:
-            raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
-        position = pickle.loads(state["position"])
-        if position["journal"]["stride"] != journal.stride or len(position["seeds"]) != worker.rules.slots:
-            raise NotRestoredError(
-                "load_state_dict(): this state is that of other envs. Is the env_fn the same? "
-                "The env is as it was before."
-            )
-        try:
-            channel = self._replayed(position, worker.recoverer.begin(planned=True))
-        except Unrecoverable as reason:
-            raise NotRestoredError(
-                f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
-                "The env is as it was before."
-            ) from reason.with_traceback(None)
-        self._move_to(position, channel)
-
-    # --- both ---------------------------------------------------------------------------------------
-
-    def position(self) -> dict[str, Any]:
-        """Return where the worker stands, as plain data."""
-        worker = self._supervisor
-        episode, truncations = worker.state.episode.value, worker.state.pending_truncations
-        return {**worker.position.dump(worker.segment), "episode": episode, "pending_truncations": truncations}
-
-    def _replayed(self, position: Mapping[str, Any], progress: RecoveryProgress) -> Channel:
-        """Return a new process with envs replayed to this position; the worker keeps its own process."""
-        worker = self._supervisor
-        journal = Journal(recording=True, policy=worker.policy, memory=worker.position.journal.memory)
-        there = Position(worker.position.build, journal)
-        there.load(position)
-        found = worker.recoverer.recover_by_replay(there.build, journal.plans(), progress, journal.why_no_plan())
-        if found.plan is not None and found.plan.resets:
-            logger.warning(
-                "%s: restored by a replay from a reset. %s", worker.reporter.name, journal.memory.reservation
-            )
-        if found.mismatches:
-            sometimes("the replay of a checkpoint differs")
-            found.channel.kill()
-            found.channel.release()
-            raise Unrecoverable(next(iter(found.mismatches.values())))
-        channel: Channel = found.channel
-        return channel
-
-    def _move_to(self, position: Mapping[str, Any], channel: Channel) -> None:
-        """Give the worker this process, with envs at this position. If interrupted, the env is as before, or lost."""
-        worker = self._supervisor
-        worker.refuse_if_closed("restore", channel)
-        worker.give_up()
-        truncations = position["pending_truncations"]
-        state = State(Process.READY, Episode(position["episode"]), pending_truncations=truncations)
-        worker.move_to(position, state, channel)
+def state_at(where: Mapping[str, Any]) -> State:
+    """Return the state of a worker that stands there."""
+    return State(Process.READY, Episode(where["episode"]), pending_truncations=where["pending_truncations"])
 
 
 def _digest_of(position: Any) -> bytes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from multienv._engine.processes.channel import Channel, Fate
+from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.policy import RecoveryProgress
 from multienv._engine.recovery.position import Position
-from multienv._engine.recovery.recoverer import RecoveredEnvs, Recoverer, Unrecoverable
+from multienv._engine.recovery.recoverer import Recoverer, Revived
 from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Recovered, State
+from multienv._engine.recovery.way_back import Replayed, Source
 from multienv._engine.reports.texts import what_happened
 from multienv._engine.sometimes import sometimes
 from multienv.config import RestartPolicy
@@ -37,44 +39,31 @@ class Healing:
         self.loss: Loss | None = None
         self.processes = 0
 
-    def recover(self, recoverer: Recoverer, position: Position) -> RecoveredEnvs:
-        """Recover the envs, with one charge to the budget and one deadline.
-
-        The snapshot is tried first, then replays of the journal. If the process that was recovered with a long past is
-        lost too, a short replay is tried before both: a simulator may fail because of what has accumulated in its
-        process. The snapshot holds that too, and a replay from the construction on accumulates it again.
+    def recover(self, recoverer: Recoverer, position: Position) -> Revived:
+        """Bring the envs back, with one charge to the budget and one deadline.
 
         Raises:
             BudgetSpentError: The policy allows no further restart.
-            Unrecoverable: The snapshot and all replays have failed.
+            Unrecoverable: No source leads to the envs.
         """
-        progress, journal = self.progress, position.journal
-        recoverer.arm(progress)
-        recoverer.admit(progress, position.steps)
-        found = self._shortly_replayed(recoverer, position) if self._long_past else None
-        found = found or recoverer.wake(self.lost, journal.since, progress, self.fate)
-        if found is None:
-            self.let_go()  # before the replay: there may be too few descriptors for the lost process and a new one
-        return found or recoverer.recover_by_replay(position.build, journal.plans(), progress, journal.why_no_plan())
+        recoverer.arm(self.progress)
+        recoverer.admit(self.progress, position.steps)
+        why = position.journal.why_no_plan()
+        sources = self._sources(recoverer, position.journal)
+        return recoverer.bring_back(position.build, sources, self.progress, lost=self.lost, why_no_source=why)
 
-    def _shortly_replayed(self, recoverer: Recoverer, position: Position) -> RecoveredEnvs | None:
-        sometimes("a process with all of its past is lost with the next request")
-        try:
-            found = recoverer.recover_by_replay(position.build, position.journal.plans(near=True), self.progress)
-        except Unrecoverable:
-            sometimes("no short replay recovers the envs")
-            return None
-        if not found.mismatches:
-            return found
-        sometimes("a short replay differs")
-        found.channel.kill()
-        found.channel.release()
-        return None
+    def _sources(self, recoverer: Recoverer, journal: Journal) -> list[Source]:
+        """Return where the envs may come from: the snapshot first, then replays of the journal.
 
-    def let_go(self) -> None:
-        """Release the lost process; its segment stays, with what the caller saw last."""
-        self.lost.kill()
-        self.lost.release(keep_memory=True)
+        If the process that came from a recovery with a long past is lost too, a short replay is tried before both: a
+        simulator may fail because of what has accumulated in its process. The snapshot holds that too, and a replay
+        from the construction accumulates it again.
+        """
+        sometimes("a process with all of its past is lost with the next request", self._long_past)
+        short = journal.plans(near=True) if self._long_past else []
+        copy = recoverer.copy_of(self.lost, self.fate.snapshot)
+        copies: list[Source] = [] if copy is None else [copy]
+        return [*map(Replayed, short), *copies, *map(Replayed, journal.plans())]
 
     @property
     def what_happened(self) -> str:

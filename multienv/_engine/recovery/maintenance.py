@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from multienv._engine.processes.channel import Channel
 from multienv._engine.recovery.policy import Recycling
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.reporter import memory_of
+from multienv._engine.recovery.state_machine import Kind, State
+from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOTS, STEP_SECONDS
 from multienv._engine.worker.census import OBSTACLES
 from multienv.config import RestartPolicy
@@ -25,7 +28,7 @@ class Maintenance:
     Attributes:
         is_due: Something is to be done before the next request.
         recycling_due: Why the process is to be replaced, or ``""``.
-        spoilt: Slots that need a new env, because their resets have ended processes.
+        needs_rebuild: Slots that need a new env, because their resets have ended processes.
         ends_first: The old process has to end before a new one is launched: its envs could not be built beside it.
     """
 
@@ -40,7 +43,7 @@ class Maintenance:
         self.recycling = Recycling(policy, time.monotonic)
         self.is_due = False
         self.recycling_due = ""
-        self.spoilt: frozenset[int] = frozenset()
+        self.needs_rebuild: frozenset[int] = frozenset()
         self.ends_first = False
         self._steps, self._others = 0, 0.0  # at the last call of took(): steps, and other time in the present process
         self._step = 0.0  # time of a step, at the last count
@@ -49,15 +52,27 @@ class Maintenance:
         """Note that a new process has taken over, after so many requests of a replay; ``is_over``: no episode runs."""
         self.recycling.begin(self._position.steps, self._ended(is_over=is_over), replayed)
         self._others = channel.segment.times[OTHER_SECONDS]
-        self.is_due, self.recycling_due, self.spoilt = False, "", frozenset()
+        self.is_due, self.recycling_due, self.needs_rebuild = False, "", frozenset()
 
     def _ended(self, *, is_over: bool) -> int:
         """Return about how many episodes have ended: of several envs, all but one count as ended."""
         return max(0, self._position.episodes - (self._resets_itself or not is_over))
 
-    def spoil(self, slot: int) -> None:
-        """Note that a slot is to get a new env before the next request."""
-        self.spoilt, self.is_due = self.spoilt | {slot}, True
+    def note_guilty(self, state: State, skipped: Iterable[tuple[int, str]], ended: Any) -> None:
+        """Note which envs are to be new ones: their resets have ended processes, wherever the envs came back from.
+
+        Args:
+            state: The worker's, while the answer is read.
+            skipped: The slots that took no part in the request.
+            ended: Of each slot, whether its episode has ended and the next one has not begun.
+        """
+        assert state.request is not None
+        guilty = {slot for slot, _ in (*state.deaths, *state.killed)}
+        for slot, _ in skipped:
+            is_reset = state.request.kind is Kind.RESET
+            if slot in guilty and (is_reset or slot in state.not_reset or ended[slot]):
+                sometimes("an env whose reset ends processes is built anew")
+                self.needs_rebuild, self.is_due = self.needs_rebuild | {slot}, True
 
     def put_off(self, *, is_built: bool = True) -> None:
         """Note that the process was not replaced.
@@ -65,7 +80,7 @@ class Maintenance:
         Args:
             is_built: The envs could be built in another process; else the old one ends first the next time.
         """
-        self.recycling_due, self.spoilt = "", frozenset()
+        self.recycling_due, self.needs_rebuild = "", frozenset()
         self.ends_first = self.ends_first or not is_built
         self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
 
@@ -93,7 +108,7 @@ class Maintenance:
             counts = position.steps, self._ended(is_over=is_over), len(position.seeds)
             self.recycling_due = self.recycling.due(*counts, lambda: memory_of(channel), is_over=is_over)
         is_ripe = bool(self.recycling_due) and not self.recycling.is_put_off(position.episodes)
-        self.is_due = is_ripe or bool(self.spoilt)
+        self.is_due = is_ripe or bool(self.needs_rebuild)
 
     def snapshots(self, channel: Channel | None) -> tuple[int, str]:
         """Return how many forked snapshots the process has taken, and why it takes none now."""

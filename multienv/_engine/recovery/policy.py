@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from multienv.config import RestartPolicy
 from multienv.events import RecoveryMethod
@@ -29,7 +29,6 @@ class RecoveryProgress:
         changed: Says that the code has changed since the lost process imported it; ``""``: not as far as is known.
         doing: What it waits for, in words.
         setback: Why the snapshot did not recover the envs; ``""``: it did, or was not tried.
-        deaths: How many processes died at one request of a replay: (request, killed from outside) → number.
     """
 
     began: float
@@ -45,7 +44,6 @@ class RecoveryProgress:
     changed: str = ""
     doing: str = ""
     setback: str = ""
-    deaths: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
 
 class RestartBudget:

@@ -1,10 +1,7 @@
-"""Recover the envs of a lost process, by one method after the other.
+"""Start the processes of one worker, ask them internal requests, and bring its envs back in them.
 
-The first method is the forked snapshot of the lost process, in which the later requests are executed again. The others
-are replays of the journal in new processes, in which each slot begins at a reset of its own. Each result is compared
-with what the caller saw, slot by slot, and the first one in which no slot differs is taken. If there is none, the last
-replay is taken with its mismatches, unless all its slots differ (with a single env, that is any mismatch): then the
-envs cannot be recovered.
+``bring_back`` carries out what ``way_back`` decides: it tries one source after the other, and compares what comes back
+with what the caller saw, slot by slot.
 """
 
 from __future__ import annotations
@@ -12,20 +9,38 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
 from multienv._engine import interrupts
-from multienv._engine.processes.channel import Channel, Fate, Gone
+from multienv._engine.processes.channel import Channel, Gone
 from multienv._engine.recovery.code import BatchCode
 from multienv._engine.recovery.journal import UNKNOWN, Plan
 from multienv._engine.recovery.policy import RecoveryProgress, RestartBudget
 from multienv._engine.recovery.state_machine import LOSSES
 from multienv._engine.recovery.turns import Turns
 from multienv._engine.recovery.verification import differences, is_comparable
+from multienv._engine.recovery.way_back import (
+    CameBack,
+    Died,
+    Failed,
+    GiveUp,
+    NewEnvs,
+    NewestSnapshot,
+    NothingBuilt,
+    Replayed,
+    Source,
+    TakeOver,
+    Try,
+    Way,
+    WayEvent,
+    WayRules,
+    decide_way,
+)
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import FAILED, HEAD, MESSAGE, U32, split_entries
 from multienv._engine.wire.codecs import Codec
@@ -59,7 +74,6 @@ _LOOK = 0.02
 # Seconds for which a build that raises is tried again without Deadlines.recovery, and the shortest pause before that.
 _BUILDS_WITHIN = 120.0
 _LEAST_PAUSE = 0.1
-_BUILDING = -2
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
@@ -67,7 +81,15 @@ class Unrecoverable(Exception):  # noqa: N818 - internal
 
 
 class NotBuilt(Unrecoverable):
-    """Raised when no process can be had in which the envs are built."""
+    """Raised when no process can be had in which the envs are built.
+
+    Attributes:
+        failure: What ``env_fn`` raised, if that is why.
+    """
+
+    def __init__(self, reason: str, failure: Failure | None = None) -> None:
+        super().__init__(reason)
+        self.failure = failure
 
 
 class BudgetSpentError(Exception):
@@ -117,18 +139,25 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RecoveredEnvs:
-    """Holds envs that were recovered.
+class Revived:
+    """Holds envs that were brought back.
 
     Attributes:
         channel: Of their process.
+        source: Where they come from.
+        build: The request that has built them; of a snapshot that of the process it was taken of.
         mismatches: Slot → difference, for each slot that is not as the caller saw it.
-        plan: The replay that recovered them; ``None``: a snapshot did.
     """
 
     channel: Channel
-    mismatches: dict[int, str]
-    plan: Plan | None = None
+    source: Source
+    build: Build
+    mismatches: Mapping[int, str]
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the replay that brought them back; ``None``: there was none."""
+        return self.source.plan if isinstance(self.source, Replayed) else None
 
 
 class Recoverer:
@@ -139,6 +168,7 @@ class Recoverer:
         policy, deadlines: The limits.
         tell: Logs what a recovery that takes long is doing.
         strayed: Called with a slot, and the difference, if a replay from a reset differs from what the caller saw.
+        since: Returns what came after the request with this number; ``None``: that is not all known.
 
     Attributes:
         description: Of the envs; known once they were built.
@@ -156,6 +186,7 @@ class Recoverer:
         deadlines: Deadlines,
         tell: Callable[[str, RecoveryProgress], object],
         strayed: Callable[[int, str], object],
+        since: Callable[[int], Plan | None],
     ) -> None:
         self.description: Description | None = None
         self.codec: Codec | None = None
@@ -166,7 +197,7 @@ class Recoverer:
         self._launcher = launcher
         self._policy = policy
         self._deadlines = deadlines
-        self._tell, self._strayed = tell, strayed
+        self._tell, self._strayed, self._since = tell, strayed, since
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
         self._current: Channel | None = None  # being started; the worker does not own it yet
@@ -379,173 +410,170 @@ class Recoverer:
         if self._closed:
             raise Unrecoverable("it was closed")
 
-    def wake(
+    def bring_back(
         self,
-        lost: Channel,
-        since: Callable[[int], Plan | None],
+        build: Build,
+        sources: Sequence[Source],
         progress: RecoveryProgress,
-        fate: Fate,
-        tries: int = LOSSES,
-    ) -> RecoveredEnvs | None:
-        """Recover the envs from the forked snapshot that a lost process left; ``None`` if that fails.
+        *,
+        lost: Channel | None = None,
+        why_no_source: str = UNKNOWN,
+        anew: Collection[int] = (),
+    ) -> Revived:
+        """Bring the envs back from the first of these sources that leads to them.
 
-        A woken copy first takes another snapshot. If the copy is killed before it is handed over, or ends by chance in
-        a request that it repeats, the other snapshot is woken, up to ``tries`` times in all. It is not woken if the
-        same request has ended as many copies as make it poison.
+        Args:
+            build: What builds the envs.
+            sources: Where they may come from, in order.
+            progress: Counts what it takes.
+            lost: The process that was lost; it is released before another one is built, unless its copy is still to be
+                tried: there may be too few descriptors for both.
+            why_no_source: The reason to tell if there is no source.
+            anew: Slots whose envs are new ones and need not match.
+
+        Raises:
+            NotBuilt: No process with the envs can be had.
+            Unrecoverable: No source leads to the envs.
         """
-        if tries == LOSSES:
-            progress.deaths.clear()  # in a replay before
-        plan = None if fate.snapshot is None else since(fate.snapshot)
-        if plan is None:
-            return None
-        assert fate.snapshot is not None
+        assert self.codec is not None
+        once = self._policy.replay_limit if progress.is_optional else 0.0
+        rules = WayRules(self.codec.slots, self._policy.poison_after, once, anew, takes_some=lost is not None)
+        way = Way(tuple(sources), why_no_source)
+        instruction: Try | GiveUp = way.next
+        not_built: NotBuilt | None = None
+        dead: Channel | None = None  # a woken copy that has died, while the copy of it is tried
         try:
-            channel = self._current = lost.wake()
+            while isinstance(instruction, Try):
+                source = instruction.source
+                if lost is not None and not any(isinstance(one, NewestSnapshot) for one in way.sources):
+                    lost.kill()
+                    lost.release(keep_memory=True)  # it shows what the caller saw last
+                try:
+                    channel, event = self._attempt(build, instruction, progress, anew)
+                except NotBuilt as error:
+                    channel, event, not_built = None, NothingBuilt(str(error)), error.with_traceback(None)
+                way, decided = decide_way(way, event, rules)
+                progress.setback = way.setback
+                if dead is not None:
+                    dead.release()
+                    dead = None
+                if isinstance(decided, TakeOver):
+                    assert channel is not None
+                    if not isinstance(source, NewEnvs):
+                        progress.method = "journal" if isinstance(source, Replayed) else "snapshot"
+                    return Revived(channel, source, build, decided.mismatches)
+                instruction = decided
+                if isinstance(event, Died) and isinstance(instruction, Try) and instruction.source is event.copy:
+                    dead = channel
+                elif channel is not None:
+                    self._let_go(channel)
+        finally:
+            if dead is not None:
+                dead.release()
+        if not_built is not None and not instruction.is_built:
+            raise not_built
+        raise Unrecoverable(instruction.reason)
+
+    def _attempt(
+        self, build: Build, instruction: Try, progress: RecoveryProgress, anew: Collection[int]
+    ) -> tuple[Channel | None, WayEvent]:
+        """Try one source; return its process, if there is one, and what came of it. Raises :class:`NotBuilt`."""
+        source, until = instruction.source, progress.until
+        if until is not None and not instruction.is_last:  # the next one must have time too
+            until = (time.monotonic() + until) / 2
+        channel = self._open(build, source, progress, anew)
+        if channel is None:
+            return None, Failed()
+        try:
+            if isinstance(source, Replayed):
+                changed = self._changed_code(build, channel, progress)
+                if changed:
+                    return channel, NothingBuilt(changed, is_built=True)
+            return channel, CameBack(self._repeat(channel, source, progress, until))
+        except Gone as gone:
+            late = until is not None and time.monotonic() >= until
+            outside = gone.fate.code in (None, -9) and gone.cause != "hung"
+            copy = self.copy_of(channel, gone.fate.snapshot) if isinstance(source, NewestSnapshot) else None
+            return channel, Died(gone.replaying, outside, gone.cause == "hung", late, copy)
+        except RequestFailedError as failed:
+            return channel, Failed(f"the replay raised {failed.failure.type_name}: {failed}")
+        except BaseException:
+            self._let_go(channel)
+            raise
+
+    def _open(self, build: Build, source: Source, progress: RecoveryProgress, anew: Collection[int]) -> Channel | None:
+        """Return the process that a source gives; ``None``: it is not there. Raises :class:`NotBuilt`."""
+        if isinstance(source, Replayed | NewEnvs):
+            missing = source.plan.missing.keys() - set(anew) if isinstance(source, Replayed) else ()
+            try:
+                return self.restart(build, progress, missing)
+            except RequestFailedError as failed:
+                # Without its frames, which would keep a segment mapped as long as the caller keeps the error.
+                raise NotBuilt(_why_not_built(failed), failed.failure) from failed.with_traceback(None)
+        try:
+            wake = (
+                source.of.wake
+                if isinstance(source, NewestSnapshot)
+                else partial(self._launcher.wake_kept, source.token)
+            )
+            channel = self._current = wake()
         except OSError as error:  # no descriptor is left, or the monitor is gone
             if error.errno is None:  # a signal handler's
                 raise
             sometimes("no descriptor is left to wake a snapshot")
             return None
-        if channel is None:
-            sometimes("the snapshot of a lost process is gone")
-            return None
-        self.restarts += not progress.planned
-        try:
-            return self._follow(channel, fate.snapshot, plan, progress)
-        except Gone as gone:
-            progress.setback = self._count_death(progress, gone.replaying, gone)
-            if tries == 1 or progress.setback:
-                self._let_go(channel)
-                return None
-            fate = gone.fate
-            sometimes("a woken snapshot fails by chance in a request that it repeats", not gone.is_from_outside)
-        sometimes("a woken snapshot is killed before it is handed over")
-        try:
-            return self.wake(channel, since, progress, fate, tries - 1)
-        finally:
-            channel.release()
+        sometimes("the snapshot of a lost process is gone", channel is None and isinstance(source, NewestSnapshot))
+        self.restarts += channel is not None and not progress.planned
+        progress.attempts += channel is not None
+        return channel
 
-    def wake_kept(self, token: int, number: int, progress: RecoveryProgress) -> Channel | None:
-        """Wake the snapshot kept under this token; ``None``: it is gone."""
-        channel = self._current = self._launcher.wake_kept(token)
-        if channel is None:
-            return None
-        try:
-            found = self._follow(channel, number, Plan(b""), progress)
-        except Gone:
-            self._let_go(channel)
-            return None
-        return None if found is None else found.channel
-
-    def _follow(self, channel: Channel, number: int, plan: Plan, progress: RecoveryProgress) -> RecoveredEnvs | None:
-        """Replay in a woken snapshot what came after it; ``None``: what comes out differs. Raises ``Gone``."""
+    def _repeat(
+        self, channel: Channel, source: Source, progress: RecoveryProgress, until: float | None
+    ) -> Mapping[int, str]:
+        """Repeat in a process what leads to where the caller stood; return the slots that differ. Raises ``Gone``."""
         assert self.codec is not None
-        progress.attempts += 1
-        until, limit = progress.until, time.monotonic() + _UP_WITHIN
-        if until is not None:  # a copy that does not wake, or hangs in its replay, must leave time for a replay
+        if isinstance(source, NewEnvs):
+            self._repeat_calls(channel, source.calls, progress)
+            return {}
+        if isinstance(source, Replayed):
+            return self._replay(channel, source.plan, progress, until)
+        limit = time.monotonic() + _UP_WITHIN
+        channel.segment.words[RESTARTS] = self.restarts
+        channel.segment.lay_out(self.codec.layout)
+        progress.doing = "waking the snapshot"
+        if not self._wait(channel, source.number, limit if until is None else min(limit, until), progress):
+            raise channel.kill(cause="hung")
+        return self._replay(channel, source.plan, progress, until) if isinstance(source, NewestSnapshot) else {}
+
+    def _repeat_calls(self, channel: Channel, calls: tuple[bytes, ...], progress: RecoveryProgress) -> None:
+        """Repeat recorded calls and attributes in new envs."""
+        if not calls:
+            return
+        sometimes("calls and attributes set are repeated in new envs")
+        until, limit = progress.until, self._deadlines.call
+        if until is not None:  # one that hangs must leave time for a process without them
             until = (time.monotonic() + until) / 2
-            limit = min(limit, until)
-        try:
-            channel.segment.words[RESTARTS] = self.restarts
-            channel.segment.lay_out(self.codec.layout)
-            progress.doing = "waking the snapshot"
-            if not self._wait(channel, number, limit, progress):
-                raise channel.kill(cause="hung")
-            mismatches = self._replay(channel, plan, progress, until)
-        except Gone:
-            raise
-        except RequestFailedError as failed:
-            progress.setback = f"the replay raised {failed.failure.type_name}: {failed}"
-            self._let_go(channel)
-            return None
-        except BaseException:
-            self._let_go(channel)
-            raise
-        if mismatches:
-            sometimes("what follows a woken snapshot differs")
-            progress.setback = next(iter(mismatches.values()))
-            self._let_go(channel)
-            return None
-        sometimes("a snapshot recovers the envs")
-        progress.method = "snapshot"
-        return RecoveredEnvs(channel, {})
+        if limit is not None:
+            until = min(until or math.inf, time.monotonic() + len(calls) * limit + REPLAY_GRACE)
+        progress.doing = f"repeating {len(calls)} calls in a new process"
+        self.ask(channel, Replay(b"", calls=calls), until, progress=progress)
 
-    def recover_by_replay(
-        self,
-        build: Build,
-        plans: Iterable[Plan],
-        progress: RecoveryProgress,
-        reason: str = UNKNOWN,
-        anew: Collection[int] = (),
-    ) -> RecoveredEnvs:
-        """Recover the envs in a new process, by the first of these plans on which no slot differs, else by the last.
-
-        Args:
-            build: What builds the envs.
-            plans: The replays to try, in order.
-            progress: Counts what it takes.
-            reason: Why there is no plan, if there is none.
-            anew: Slots whose envs are new ones and need not match.
-
-        Raises:
-            NotBuilt: No process with the envs can be had.
-            Unrecoverable: All plans failed: a replay ended its process or raised, or all slots differ.
-        """
-        assert self.codec is not None
-        tried = list(plans)
-        for index, plan in enumerate(tried):
-            is_last = index == len(tried) - 1
-            until = progress.until
-            if until is not None and not is_last:  # the next one must have time too
-                until = (time.monotonic() + until) / 2
-            progress.deaths.clear()
-            while True:
-                try:
-                    channel = self.restart(build, progress, plan.missing.keys() - set(anew))
-                except RequestFailedError as failed:
-                    # Without its frames, which would keep a segment mapped as long as the caller keeps the error.
-                    raise NotBuilt(_why_not_built(failed)) from failed.with_traceback(None)
-                self._compare_code(build, channel, progress)
-                try:
-                    mismatches = self._replay(channel, plan, progress, until)
-                except Gone as gone:
-                    sometimes("a replay ends its process")
-                    self._let_go(channel)
-                    reason = self._count_death(progress, gone.replaying, gone, is_last=is_last)
-                    if not reason and until is not None and time.monotonic() >= until:
-                        reason = "its replay took too long (see Deadlines.recovery)"
-                    if reason:
-                        break
-                    continue
-                except RequestFailedError as failed:
-                    self._let_go(channel)
-                    reason = f"the replay raised {failed.failure.type_name}: {failed}"
-                    break
-                except BaseException:
-                    self._let_go(channel)
-                    raise
-                if mismatches.keys() <= set(anew) or (is_last and len(mismatches) < self.codec.slots):
-                    sometimes("a replay of the journal recovers the envs")
-                    sometimes("a replay recovers some envs of a batch and others not", mismatches)
-                    progress.method = "journal"
-                    return RecoveredEnvs(channel, mismatches, plan)
-                sometimes("a replay differs, and another one is tried", not is_last)
-                self._let_go(channel)
-                reason = next(iter(mismatches.values()))
-                break
-        raise Unrecoverable(reason)
-
-    def _compare_code(self, build: Build, channel: Channel, progress: RecoveryProgress) -> None:
-        """Note whether the envs were built from other code. Raises Unrecoverable if only exact recoveries are taken."""
+    def _changed_code(self, build: Build, channel: Channel, progress: RecoveryProgress) -> str:
+        """Note whether the envs were built from other code; return why they are not taken, else ``""``."""
         file = changed_file(build.code, channel.code)
         progress.changed = file and f"{file} has changed since the process that is replaced imported it"
-        if not file:
-            return
-        sometimes("the code has changed since the lost process imported it")
-        self.code.tell(file)
-        if self._policy.accept == "exact":
-            self._let_go(channel)
-            raise Unrecoverable(f"{progress.changed}, and RestartPolicy(accept='exact') takes no replay by other code")
+        if file:
+            sometimes("the code has changed since the lost process imported it")
+            self.code.tell(file)
+        takes_it = not file or self._policy.accept != "exact"
+        return (
+            "" if takes_it else f"{progress.changed}, and RestartPolicy(accept='exact') takes no replay by other code"
+        )
+
+    def copy_of(self, channel: Channel, number: int | None) -> NewestSnapshot | None:
+        """Return the copy that a lost process has left, as a source; ``None``: there is none that leads on."""
+        plan = None if number is None else self._since(number)
+        return None if plan is None or number is None else NewestSnapshot(channel, number, plan)
 
     def restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int] = ()) -> Channel:
         """Launch a process, wait until its envs are built and return its channel; if it dies before, try again.
@@ -595,6 +623,7 @@ class Recoverer:
             turns.give_back(self)
 
     def _restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int]) -> Channel:
+        deaths = Counter[bool]()
         while True:
             self._check_time(progress)
             progress.attempts += 1
@@ -608,50 +637,16 @@ class Recoverer:
             except Gone as gone:
                 sometimes("a replacement is lost while its envs are built")
                 self._let_go(channel)
-                reason = self._count_death(progress, _BUILDING, gone)
-                if reason:
-                    raise NotBuilt(reason) from gone.with_traceback(None)
+                hung = gone.cause == "hung"
+                deaths[hung] += 1
+                if deaths[hung] >= (self._policy.poison_after if hung else LOSSES):
+                    why = f"{deaths[hung]} processes ended while being built"
+                    raise NotBuilt(why) from gone.with_traceback(None)
             except BaseException:
                 self._let_go(channel)
                 raise
             else:
                 return channel
-
-    def begin_anew(
-        self, build: Build, progress: RecoveryProgress, calls: tuple[bytes, ...]
-    ) -> tuple[Channel, tuple[bytes, ...]]:
-        """Launch a process with new envs, and repeat recorded calls and attributes in them.
-
-        Returns:
-            The channel, and the calls and attributes that were repeated: none if they end it, or take too long.
-        """
-        for _ in range(LOSSES):
-            try:
-                return self._built_anew(build, progress, calls), calls
-            except Gone as gone:
-                if not gone.is_from_outside:
-                    break
-                sometimes("the process of new envs is killed from outside while calls are repeated")
-        sometimes("a repeated call ends the process of new envs")
-        return self._built_anew(build, progress, ()), ()
-
-    def _built_anew(self, build: Build, progress: RecoveryProgress, calls: tuple[bytes, ...]) -> Channel:
-        progress.deaths.clear()
-        channel = self.restart(build, progress)
-        if calls:
-            sometimes("calls and attributes set are repeated in new envs")
-            until, limit = progress.until, self._deadlines.call
-            if until is not None:  # one that hangs must leave time for a process without them
-                until = (time.monotonic() + until) / 2
-            if limit is not None:
-                until = min(until or math.inf, time.monotonic() + len(calls) * limit + REPLAY_GRACE)
-            try:
-                progress.doing = f"repeating {len(calls)} calls in a new process"
-                self.ask(channel, Replay(b"", calls=calls), until, progress=progress)
-            except BaseException:
-                self._let_go(channel)
-                raise
-        return channel
 
     def _replay(self, channel: Channel, plan: Plan, progress: RecoveryProgress, until: float | None) -> dict[int, str]:
         assert self.codec is not None
@@ -690,28 +685,6 @@ class Recoverer:
             else:
                 limits.append(reset if is_reset(entry.record[0], entry.request_payload) else call)
         return limits
-
-    def _count_death(self, progress: RecoveryProgress, request: int, gone: Gone, *, is_last: bool = True) -> str:
-        """Count a death; return why this method is given up if too many died at this request, else ``""``.
-
-        If a shorter replay is left to try (not ``is_last``), deaths at all requests count together: an env that crashes
-        at random will hardly come to the end of a long one.
-
-        Raises:
-            Unrecoverable: It was a replay that is tried once.
-        """
-        if progress.is_optional and request != _BUILDING:
-            hung = f"hung, or took longer than RestartPolicy.replay_limit ({self._policy.replay_limit:g} s)"
-            raise Unrecoverable(f"its replay {hung if gone.cause == 'hung' else 'ended the new process'}")
-        outside = (request == _BUILDING or gone.fate.code in (None, -9)) and gone.cause != "hung"
-        progress.deaths[request, outside] += 1
-        deaths = progress.deaths[request, outside]
-        if not is_last and not outside:
-            deaths = sum(count for (_, was_outside), count in progress.deaths.items() if not was_outside)
-        if deaths < (LOSSES if outside else self._policy.poison_after):
-            return ""
-        what = "while being built" if request == _BUILDING else f"while running request {request + 1} of its replay"
-        return f"{deaths} processes ended {'when their replay was over' if request == -1 else what}"
 
     def _check_time(self, progress: RecoveryProgress) -> None:
         if self._closed:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from multienv._engine.processes.channel import Channel, Fate, Gone, SystemErrors
 from multienv._engine.processes.endings import BUSY_PATIENCE, Cut, let_go, log_cuts
 from multienv._engine.processes.worker_process import crowd_seconds
 from multienv._engine.recovery.answers import Answers, Read, call_answer, unreadable
-from multienv._engine.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
+from multienv._engine.recovery.checkpoint import KeptSnapshots, Snapshot, packed, position_at, state_at, unpacked
 from multienv._engine.recovery.deadlines import RequestDeadlines
 from multienv._engine.recovery.healing import Healing
 from multienv._engine.recovery.hot_path import (
@@ -50,7 +51,7 @@ from multienv._engine.recovery.hot_path import (
     is_asked_plainly,
     take,
 )
-from multienv._engine.recovery.journal import Journal, Plan
+from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.maintenance import Maintenance
 from multienv._engine.recovery.pending import Pending
 from multienv._engine.recovery.policy import RecoveryProgress
@@ -59,12 +60,12 @@ from multienv._engine.recovery.recoverer import (
     BudgetSpentError,
     Launcher,
     NotBuilt,
-    RecoveredEnvs,
     Recoverer,
     RequestFailedError,
+    Revived,
     Unrecoverable,
 )
-from multienv._engine.recovery.replacement import Replacement, Replacer
+from multienv._engine.recovery.replacement import can_replay, replaced
 from multienv._engine.recovery.reporter import Reporter, memory_of
 from multienv._engine.recovery.rollouts import RolloutReader, RolloutReply, policy_error
 from multienv._engine.recovery.state_machine import (
@@ -94,6 +95,7 @@ from multienv._engine.recovery.state_machine import (
     name_of,
     refusal,
 )
+from multienv._engine.recovery.way_back import KeptSnapshot, NewEnvs, Replayed, Source
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Lock, beside, close_at_once
 from multienv._engine.wire.banks import FAILED, entry_of
@@ -105,6 +107,8 @@ from multienv._engine.wire.messages import (
     Build,
     Close,
     Description,
+    GetGenerators,
+    KeepSnapshot,
     Message,
     Reset,
     Rollout,
@@ -120,6 +124,8 @@ from multienv._engine.worker.starts import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
     ClosedError,
+    MultienvError,
+    NotRestoredError,
     UsageError,
     WaitTimeout,
 )
@@ -127,6 +133,13 @@ from multienv.events import Hook, Loss, Outcome, Statistics
 
 logger = logging.getLogger("multienv")
 
+# Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
+ASIDE = 30.0
+_tokens = count(1)
+_ADVICE = (
+    ". RestartPolicy(accept='exact') takes no new envs, which would not remember earlier episodes. Raise the limit, or "
+    "if the env needs no such memory, give accept='replayed' or recycle_after_episodes"
+)
 # Seconds that close() waits for a call whose process it has killed, and for the log to take its warning.
 _SOON = 0.5
 _INTERRUPTED = "it was ended, because an exception (Ctrl-C?) struck in the trainer while it was being asked"
@@ -249,11 +262,14 @@ class Supervisor:
             len(build.draws),
             replays=policy.on_timeout == "replay",
         )
-        self.recoverer = Recoverer(launcher, policy, deadlines, self.reporter.recovering, self._strayed)
+        self.recoverer = Recoverer(
+            launcher, policy, deadlines, self.reporter.recovering, self._strayed, lambda number: journal.since(number)
+        )
         self.channel: Channel | None = None
         self.healing: Healing | None = None
         self._building = 0  # number of the request that builds the envs for the first time
         self._long_past = False  # the process has repeated more of the past than a recovery has to
+        self._why_lost = ""  # the process was ended to be replaced, and no new one could be had
         self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
         self.rules = Rules(
             resets_itself=resets_itself,
@@ -264,8 +280,7 @@ class Supervisor:
         self.codec: Codec | None = None
         self.answers: Any = None  # Answers
         self._rollout_reader: RolloutReader | None = None  # made when it is first needed
-        self._checkpoints = Checkpoints(self, policy.max_snapshots)
-        self._replacer = Replacer(self)
+        self._kept = KeptSnapshots(self.recoverer.free)
         # Of the present process.
         self.segment: Any = None
         self.buffers: Any = None  # StepBuffers
@@ -428,7 +443,7 @@ class Supervisor:
         """Ask for a step where the worker is not simply waiting for one."""
         self.check("step", Kind.STEP)
         if self.maintenance.is_due:
-            self._replacer.replace(resetting=False)
+            self._replace_if_due(resetting=False)
         number = self.position.number + 1
         if self.state.process is Process.READY:
             self.buffers.encode(number, action)
@@ -462,7 +477,7 @@ class Supervisor:
                 self.apply_limits(resetting=getattr(message, "mask", None) is None)
             resets_all = isinstance(message, Reset) and message.mask is None
             if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
-                self._replacer.replace(resetting=resets_all)
+                self._replace_if_due(resetting=resets_all)
             touched = None
             if isinstance(message, Reset):
                 self.reporter.asked = message.seeds
@@ -635,27 +650,24 @@ class Supervisor:
         progress = self.recoverer.begin(planned=self.healing is None)
         calls = journal.kept_calls() if journal.replaying else ()
         try:
-            channel, calls = self.recoverer.begin_anew(build, progress, calls)
-        except RequestFailedError as failed:
-            failed.with_traceback(None)  # its frames would keep the segment mapped
-            error = self.reporter.error_of(-1, failed.failure, "initialize")
-            if self._give_up_request(error) is Instruction.TRUNCATE:
-                return Instruction.TRUNCATE
-            raise error from error.__cause__  # which is what env_fn raised
+            revived = self.recoverer.bring_back(build, [NewEnvs(calls)], progress)
         except Unrecoverable as why:
             self._refuse_if_unusable("collect")
-            loss = self.reporter.last_loss if self.healing is None else self.healing.loss
-            why.with_traceback(None)
-            if loss is None:
-                unbuilt: Exception = UsageError(f"It could not be started: {why}.")
-            else:
-                unbuilt = self.reporter.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
-            if self._give_up_request(unbuilt) is Instruction.TRUNCATE:
+            error = self._unbuilt(why)
+            if self._give_up_request(error) is Instruction.TRUNCATE:
                 return Instruction.TRUNCATE
-            raise unbuilt from why
-        self._begin_anew(build, calls)
-        self.adopt(channel)
+            raise error from error.__cause__ or why.with_traceback(None)  # what env_fn raised, if it did
+        self.take_over(revived, progress)
         return self._happen(Launched(), Built())
+
+    def _unbuilt(self, why: Unrecoverable) -> Exception:
+        """Return the error for envs that could not be built anew."""
+        if isinstance(why, NotBuilt) and why.failure is not None:
+            return self.reporter.error_of(-1, why.failure, "initialize")
+        loss = self.reporter.last_loss if self.healing is None else self.healing.loss
+        if loss is None:
+            return UsageError(f"It could not be started: {why}.")
+        return self.reporter.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
 
     def _give_up_request(self, error: Exception) -> Instruction:
         """Note that there are no envs for the pending request: raise this error, unless a truncation answers it."""
@@ -686,9 +698,9 @@ class Supervisor:
             self._tell(self.healing, "exact", "")
             self.healing = None
         self._lay_out()
-        self.position.journal.begin(self.position.number)
         assert self.channel is not None
-        self.adopt(self.channel)
+        first = Revived(self.channel, NewEnvs(), self.position.build, {})
+        self.take_over(first, self.recoverer.begin(planned=True))
         return self._happen(outcome)
 
     def _build_outcome(self, until: float | None) -> Event | Exception | None:
@@ -722,9 +734,9 @@ class Supervisor:
         if healing is None:
             assert self.channel is not None
             gone = self.channel.kill(detail=_INTERRUPTED)
-            gone.detail, self._replacer.why_lost = self._replacer.why_lost or gone.detail, ""
+            gone.detail, self._why_lost = self._why_lost or gone.detail, ""
             return self._lose(gone)
-        found: RecoveredEnvs | None = None
+        found: Revived | None = None
         try:
             found = healing.recover(self.recoverer, self.position)
         except BudgetSpentError:
@@ -740,8 +752,7 @@ class Supervisor:
         self.refuse_if_closed("collect", None if found is None else found.channel)
         if found is not None:
             long_past = self.position.journal.can_be_shorter(found.plan)
-            self._go_on_from(found.plan, found.mismatches, healing.progress)
-            self.adopt(found.channel, healing.progress.replayed)
+            self.take_over(found, healing.progress)
             self._long_past = long_past
         after, instruction = decide(self.state, event, self.rules)
         after = interned(after)
@@ -753,30 +764,17 @@ class Supervisor:
         self._become(after, instruction)
         return instruction
 
-    def _go_on_from(self, plan: Plan | None, lost: Iterable[int], progress: RecoveryProgress) -> None:
-        """Note that the envs come from a replay; ``None``: from a snapshot. Those in ``lost`` are others."""
-        journal = self.position.journal
-        progress.is_exact = plan is None or not (plan.resets or progress.changed)
-        if plan is not None:
-            journal.go_on_from(plan)
-            journal.lose(lost)
-
-    def _begin_anew(self, build: Build, calls: tuple[bytes, ...]) -> None:
-        """Note that all envs are new ones, in which these calls and attributes were repeated."""
-        self.position.build = build
-        self.position.journal.begin(self.position.number, calls)
-
-    def move_into(self, replacement: Replacement) -> None:
-        """Move envs that were not lost to another process."""
-        channel, build, plan = replacement.channel, replacement.build, replacement.plan
-        assert channel is not None
-        assert build is not None
-        if plan is None:
-            self._begin_anew(build, replacement.calls)
-        else:
-            self.position.build = build
-            self._go_on_from(plan, plan.missing, replacement.progress)
-        self.adopt(channel, replacement.progress.replayed)
+    def take_over(self, revived: Revived, progress: RecoveryProgress) -> None:
+        """Make a process the worker's, with envs that were brought back in it: the end of every way back."""
+        journal, source = self.position.journal, revived.source
+        progress.is_exact = not isinstance(source, Replayed) or not (source.plan.resets or progress.changed)
+        self.position.build = revived.build
+        if isinstance(source, NewEnvs):
+            journal.begin(self.position.number, source.calls)
+        elif isinstance(source, Replayed):
+            journal.go_on_from(source.plan)
+            journal.lose(revived.mismatches)
+        self._adopt(revived.channel, progress.replayed)
 
     def _strayed(self, slot: int, what: str) -> None:
         """Note that a slot was replayed from a reset otherwise than it was seen."""
@@ -851,7 +849,7 @@ class Supervisor:
                 for slot, reason in skipped:
                     answer.errors[slot] = self.reporter.lost_error(loss, reason)
             if not self.position.build.exact and not failed:
-                self._replacer.note_spoilt(skipped)
+                self.maintenance.note_guilty(self.state, skipped, self.ended())
         ended = request.kind is Kind.STEP and read is not None and read.ended
         if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
             self.reporter.truncated_error(0, answer, channel.pid)
@@ -1071,8 +1069,8 @@ class Supervisor:
         if show is not None:
             show(shown)
 
-    def adopt(self, channel: Channel, replayed: int = 0) -> None:
-        """Make a process the worker's, in which so many requests were replayed."""
+    def _adopt(self, channel: Channel, replayed: int) -> None:
+        """Go on with a process, in which so many requests were replayed; end the one before."""
         codec, segment, old = self.codec, channel.segment, self.channel
         assert codec is not None
         if channel.code:
@@ -1099,18 +1097,6 @@ class Supervisor:
         channel = self.channel
         if channel is not None:
             channel.prefer(core, sharing=sharing)
-
-    def move_to(self, position: Mapping[str, Any], state: State, channel: Channel) -> None:
-        """Take over a process whose envs stand at another position, as :meth:`Position.dump` returned it."""
-        spaces = self.position.spaces
-        self.position.load(position)
-        self.maintenance.moved()
-        self.pending.settled()
-        self.adopt(channel)
-        self.position.show(channel.segment, position["shown"])
-        if self.position.spaces != spaces:
-            self._set_spaces(self.position.spaces)
-        self.stand(state)
 
     def drop(self) -> None:
         """End the process; its segment stays, with what the caller saw last."""
@@ -1140,7 +1126,7 @@ class Supervisor:
         Args:
             resetting: That request resets all envs.
         """
-        self._checkpoints.free_dropped()
+        self._kept.free_dropped()
         channel = self.channel
         if channel is not None:
             seconds, journal, words = self._count_time(channel), self.position.journal, channel.segment.words
@@ -1177,32 +1163,172 @@ class Supervisor:
         can_be = position.seen > 0 and position.build.autoreset != "SAME_STEP"
         return (bank.terminated | bank.truncated | bank.failed) & can_be
 
+    @interrupts.shielded
+    def _replace(self, *, is_anew: bool) -> None:
+        """Replace the process: with new envs if ``is_anew``, else if they can be replayed.
+
+        Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
+        the new one is built beside it. If the envs cannot be built there, the old process ends first from then
+        on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
+        """
+        maintenance, reporter, position = self.maintenance, self.reporter, self.position
+        anew = tuple(range(self.rules.slots)) if is_anew else tuple(sorted(maintenance.needs_rebuild))
+        why = maintenance.recycling_due or "after a reset that ended process after process"
+        is_all = len(anew) == self.rules.slots
+        ends_first = is_all or (maintenance.ends_first and can_replay(position, frozenset(anew)))
+        try:
+            generators = self.ask_between(GetGenerators(anew)) if anew else {}
+        except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
+            sometimes("a process is lost before it is replaced by plan")
+            if self.state.process is Process.NONE and not self.state.pending_truncations:
+                raise  # the policy says so; the caller's request has no envs to go to
+            logger.warning("%s: its process is not replaced: %s", reporter.name, error)
+            maintenance.put_off()
+            return
+        before, channel, progress = self.state, self.channel, self.recoverer.begin(planned=True)
+        progress.is_optional = not ends_first
+        if ends_first:
+            assert channel is not None
+            self.stand_lost()  # from here on an exception leaves it so
+            limit = self.deadlines.close
+            self.ask_to_end(channel, limit, time.monotonic() + limit + crowd_seconds(), keep_memory=True)
+        try:
+            revived = replaced(self.recoverer, position, generators, progress)
+        except (Unrecoverable, OSError) as reason:
+            if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
+                raise
+            self._refuse_if_unusable("step")
+            maintenance.put_off(is_built=not isinstance(reason, NotBuilt))
+            sometimes("a process that has ended first is not replaced", ends_first)
+            sometimes("a replacement by plan is put off", not ends_first)
+            if ends_first:
+                self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
+            advice = "" if self.takes_new_envs else _ADVICE
+            reporter.recycling(why, "put off", f"{reason}{advice}", progress)
+            return
+        self.refuse_if_closed("step", revived.channel)
+        sometimes("a process is replaced by plan")
+        self.take_over(revived, progress)
+        self.stand(before)
+        memory = position.journal.memory
+        if isinstance(revived.source, NewEnvs):
+            reporter.recycling(why, "reset", memory.note_loss(reporter.name, why), progress)
+        elif progress.is_exact:
+            reporter.recycling(why, "exact", "", progress)
+        else:
+            reporter.recycling(why, "replayed", memory.reservation, progress)
+
+    def _replace_if_due(self, *, resetting: bool) -> None:
+        """Replace the process if that is due; ``resetting``: the next request resets all envs."""
+        maintenance = self.maintenance
+        is_anew = self.may_begin_anew(resetting=resetting)
+        is_due = maintenance.recycling_due and (maintenance.is_due or is_anew)
+        if self.state.process is Process.READY and (maintenance.needs_rebuild or is_due):
+            self._replace(is_anew=is_anew)
+        maintenance.is_due = False
+
     # --- states to come back to -------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """Keep the envs as they are now, to come back to with :meth:`restore`, any number of times."""
         with self.lock:
-            self._refuse_if_unusable("snapshot")
-            return self._checkpoints.snapshot()
+            self.check("snapshot")
+            self._kept.free_dropped()
+            kept = len(self._kept)
+            if kept >= self.policy.max_snapshots:
+                raise UsageError(
+                    f"snapshot(): {kept} are kept, as many as RestartPolicy.max_snapshots allows. "
+                    "free() some, or let go of them."
+                )
+            if self.state.process is Process.NONE:
+                raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
+            token = next(_tokens)
+            try:
+                obstacle = self.ask_between(KeepSnapshot(token, self.position.number))
+                snapshot = Snapshot(token, self._where(), self._kept, self.reporter.env_in(-1))
+            except BaseException:
+                sometimes("a snapshot is broken off while it is taken")
+                if self.channel is not None:
+                    self.channel.kill()  # else it might take the snapshot later
+                self.recoverer.free(token)
+                raise
+            if obstacle:
+                raise UsageError(
+                    f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, pipes, "
+                    "devices, databases and shared memory do not survive a fork, and an env in the trainer (SerialEnv) "
+                    "is not forked. Nothing is lost."
+                )
+            return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Bring the envs back to where they were when this snapshot was taken."""
+        """Bring the envs back to where they were when this snapshot was taken. Raises UsageError, NotRestoredError."""
         with self.lock:
-            self._refuse_if_unusable("restore")
-            self._checkpoints.restore(snapshot)
+            self.check("restore")
+            if not isinstance(snapshot, Snapshot) or snapshot.kept is not self._kept:
+                raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of this env; snapshot() returns one.")
+            if snapshot.is_free:
+                raise UsageError("restore(): this snapshot has been freed.")
+            # First: else this process is the parent of the woken one, and the monitor does not see that one end.
+            self.give_up()
+            copy = KeptSnapshot(snapshot.token, snapshot.position["number"])
+            try:
+                self._return_to(snapshot.position, [copy])
+            except Unrecoverable as reason:
+                raise NotRestoredError(
+                    f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
+                ) from reason.with_traceback(None)  # its frames would keep a segment mapped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to go on from here in another trainer: plain data."""
+        """Return what it takes to go on from here in another trainer: plain data. Raises UsageError."""
         with self.lock:
-            self._refuse_if_unusable("state_dict")
-            return self._checkpoints.state_dict()
+            self.check("state_dict")
+            journal = self.position.journal
+            if not journal.replaying or not any(not plan.missing for plan in journal.plans()):
+                raise UsageError(
+                    "state_dict(): what drove the env is not all known: its RestartPolicy does not replay; or the "
+                    "episode has outgrown its journal_limit or replay_limit, until the next one has ended."
+                )
+            return packed(self._where())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called; a new process replays what it holds, and is verified."""
+        """Go on where :meth:`state_dict` was called, in a new process. Raises UsageError, NotRestoredError."""
         self.initialize()
         with self.lock:
-            self._refuse_if_unusable("load_state_dict")
-            self._checkpoints.load_state_dict(state)
+            self.check("load_state_dict")
+            where = unpacked(state, self.position.journal, self.rules.slots)
+            try:
+                self._return_to(where, [])
+            except Unrecoverable as reason:
+                raise NotRestoredError(
+                    f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
+                    "The env is as it was before."
+                ) from reason.with_traceback(None)
+
+    def _where(self) -> dict[str, Any]:
+        """Return where the worker stands, as plain data."""
+        episode, truncations = self.state.episode.value, self.state.pending_truncations
+        return {**self.position.dump(self.segment), "episode": episode, "pending_truncations": truncations}
+
+    def _return_to(self, where: Mapping[str, Any], sources: Sequence[Source]) -> None:
+        """Bring the envs to where a worker stood, from these sources or by a replay of what led there."""
+        memory, progress = self.position.journal.memory, self.recoverer.begin(planned=True)
+        there = position_at(where, self.position.build, self.policy, memory)
+        replays, why = map(Replayed, there.journal.plans()), there.journal.why_no_plan()
+        revived = self.recoverer.bring_back(there.build, [*sources, *replays], progress, why_no_source=why)
+        self.refuse_if_closed("restore", revived.channel)
+        sometimes("a kept snapshot is gone", bool(sources) and revived.plan is not None)
+        if revived.plan is not None and revived.plan.resets:
+            logger.warning("%s: restored by a replay from a reset. %s", self.reporter.name, memory.reservation)
+        self.give_up()
+        spaces = self.position.spaces
+        self.position.load(where)
+        self.maintenance.moved()
+        self.pending.settled()
+        self.take_over(revived, progress)
+        self.position.show(revived.channel.segment, where["shown"])
+        if self.position.spaces != spaces:
+            self._set_spaces(self.position.spaces)
+        self.stand(state_at(where))
 
     @interrupts.shielded
     def ask_between(self, message: Message) -> Any:
@@ -1388,7 +1514,7 @@ class Supervisor:
     def _release(self) -> None:
         """Release the process, snapshots, and what keeps memory mapped."""
         self.note_closed()
-        self._checkpoints.free_all()
+        self._kept.free_all()
         self.reporter.reports.drop()
         channel, self.seeds = self.channel, None
         self.channel = self.last_answer = self.segment = self.buffers = None

@@ -1,0 +1,275 @@
+"""Decide from which source envs are brought back into a process. Pure: no clock, no I/O.
+
+A loss, a replacement by plan, ``restore()``, ``load_state_dict()`` and new envs after a truncation are one story: there
+is a list of **sources**, the first one is tried, and ``decide_way`` says what follows from what came of it. An
+instruction carries its data: try this source, take over, or give up because of this reason.
+
+A process may die in an attempt by chance, of the request that it repeats, or of what has accumulated in it. So deaths
+are counted by the request in which they happen. Too many at one request, and the next source is tried.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from multienv._engine.processes.channel import Channel
+from multienv._engine.recovery.journal import Plan
+from multienv._engine.recovery.state_machine import LOSSES
+from multienv._engine.sometimes import sometimes
+
+# --- sources ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSnapshot:
+    """The frozen process that ``snapshot()`` has kept under a token; ``number``: of the last request executed in it."""
+
+    token: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewestSnapshot:
+    """The frozen copy that a lost process has left.
+
+    Attributes:
+        of: The channel to the lost process.
+        number: Of the last request executed in the copy.
+        plan: What came after it.
+    """
+
+    of: Channel
+    number: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A new process in which the journal is repeated, from the construction of the envs or from a reset of each."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class NewEnvs:
+    """A new process with new envs, in which these calls and attributes are repeated."""
+
+    calls: tuple[bytes, ...] = ()
+
+
+Source = KeptSnapshot | NewestSnapshot | Replayed | NewEnvs
+_BUILT = (Replayed, NewEnvs)  # in a new process
+
+
+# --- events -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CameBack:
+    """Says that the envs are there. ``mismatches``: slot → difference, for each that is not as the caller saw it."""
+
+    mismatches: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """Says that the process was lost in the attempt.
+
+    Attributes:
+        request: Index of the request that it repeated; -1: none.
+        outside: It was killed from outside.
+        hung: It did not answer in time.
+        late: The time of this source is over.
+        copy: The copy that the woken process had taken of itself; ``None``: there is none.
+    """
+
+    request: int
+    outside: bool
+    hung: bool = False
+    late: bool = False
+    copy: NewestSnapshot | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Says that the source leads nowhere; ``reason``: why, ``""`` if it is not there."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NothingBuilt:
+    """Says that no new process can be had for a replay.
+
+    Attributes:
+        reason: Why.
+        is_built: There was one, with envs that are not taken.
+    """
+
+    reason: str
+    is_built: bool = False
+
+
+WayEvent = CameBack | Died | Failed | NothingBuilt
+
+
+# --- instructions -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """Try this source; ``is_last``: all the time that is left may be used."""
+
+    source: Source
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Take over the process that this source has brought; the slots in ``mismatches`` are not as they were."""
+
+    source: Source
+    mismatches: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Bring nothing back; ``is_built``: new envs could be built."""
+
+    reason: str
+    is_built: bool = True
+
+
+WayInstruction = Try | TakeOver | GiveUp
+
+
+# --- deciding ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WayRules:
+    """Holds what does not change on the way.
+
+    Attributes:
+        slots: Number of envs.
+        poison_after: Processes that one request may end before the source is given up.
+        replay_limit: Seconds of a replay while the old process still runs: it is tried once; 0.0: that is gone.
+        anew: Slots whose envs are new ones, and need not match.
+        takes_some: The last replay is taken if at least one slot of it is as it was; else only if all are.
+    """
+
+    slots: int
+    poison_after: int
+    replay_limit: float = 0.0
+    anew: Collection[int] = ()
+    takes_some: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Tells how far a way back has come.
+
+    Attributes:
+        sources: What is left to try; the first one is being tried.
+        reason: Why the last one failed.
+        setback: Why a snapshot did not bring the envs back; ``""``: it did, or was not tried.
+        deaths: Deaths in this source: request and whether it was from outside → number.
+        is_built: New envs could be built, as far as is known.
+    """
+
+    sources: tuple[Source, ...]
+    reason: str
+    setback: str = ""
+    deaths: tuple[tuple[tuple[int, bool], int], ...] = ()
+    is_built: bool = True
+
+    @property
+    def next(self) -> Try | GiveUp:
+        """Return what to do where nothing has come back yet."""
+        if not self.sources:
+            return GiveUp(self.reason, self.is_built)
+        return Try(self.sources[0], is_last=len(self.sources) == 1)
+
+
+def decide_way(way: Way, event: WayEvent, rules: WayRules) -> tuple[Way, WayInstruction]:
+    """Return the way after an event, and what to do next."""
+    source, is_last = way.sources[0], len(way.sources) == 1
+    if isinstance(event, CameBack):
+        if _is_taken(source, event.mismatches, rules, is_last=is_last):
+            sometimes("a snapshot brings the envs back", isinstance(source, NewestSnapshot))
+            sometimes("a replay of the journal brings the envs back", isinstance(source, Replayed))
+            sometimes("a replay brings some envs of a batch back and others not", event.mismatches)
+            return way, TakeOver(source, event.mismatches)
+        sometimes("what follows a woken snapshot differs", isinstance(source, NewestSnapshot))
+        sometimes("a replay differs, and another one is tried", isinstance(source, Replayed) and not is_last)
+        after = _left(way, next(iter(event.mismatches.values())))
+    elif isinstance(event, Died):
+        after = _after_death(way, event, rules)
+    elif isinstance(event, NothingBuilt):
+        frozen = tuple(one for one in way.sources[1:] if not isinstance(one, _BUILT))
+        after = replace(way, sources=frozen, reason=event.reason, deaths=(), is_built=event.is_built)
+    else:
+        after = _left(way, event.reason)
+    return after, after.next
+
+
+def _is_taken(source: Source, mismatches: Mapping[int, str], rules: WayRules, *, is_last: bool) -> bool:
+    """Tell whether envs that came back are taken."""
+    if isinstance(source, Replayed) and rules.takes_some and is_last:
+        return len(mismatches) < rules.slots
+    return mismatches.keys() <= set(rules.anew)
+
+
+def _left(way: Way, reason: str) -> Way:
+    """Return the way with the next source; one that is not there leaves no reason behind."""
+    is_snapshot = not isinstance(way.sources[0], _BUILT)
+    return replace(
+        way,
+        sources=way.sources[1:],
+        deaths=(),
+        reason=way.reason if is_snapshot else reason or way.reason,
+        setback=(reason or way.setback) if is_snapshot else way.setback,
+    )
+
+
+def _after_death(way: Way, event: Died, rules: WayRules) -> Way:
+    """Return the way after a death: the same source once more, or the next one."""
+    source, others = way.sources[0], way.sources[1:]
+    if rules.replay_limit and isinstance(source, Replayed):
+        hung = f"hung, or took longer than RestartPolicy.replay_limit ({rules.replay_limit:g} s)"
+        reason = f"its replay {hung if event.hung else 'ended the new process'}"
+        return replace(way, sources=(), reason=reason)
+    counted = Counter(dict(way.deaths)) + Counter([(event.request, event.outside)])
+    way = replace(way, deaths=tuple(sorted(counted.items())))
+    if isinstance(source, NewEnvs):
+        goes_on = event.outside and counted[event.request, True] < LOSSES
+        sometimes("a repeated call ends the process of new envs", not goes_on)
+        sometimes("the process of new envs is killed from outside while calls are repeated", goes_on)
+        return way if goes_on else replace(way, sources=(NewEnvs(),), deaths=())
+    if isinstance(source, Replayed):
+        sometimes("a replay ends its process")
+        # If a shorter replay is left, deaths at all requests count together: an env that crashes at random will hardly
+        # come to the end of a long one.
+        reason = _too_many(counted, event, rules, of_all=bool(others) and not event.outside)
+        if not reason and event.late:
+            reason = "its replay took too long (see Deadlines.recovery)"
+        return _left(way, reason) if reason else way
+    reason = _too_many(counted, event, rules)
+    if reason or event.copy is None or counted.total() >= LOSSES:
+        return _left(way, reason)
+    sometimes("a woken snapshot is killed before it is handed over", event.outside)
+    sometimes("a woken snapshot fails by chance in a request that it repeats", not event.outside)
+    return replace(way, sources=(event.copy, *others))
+
+
+def _too_many(counted: Counter[tuple[int, bool]], event: Died, rules: WayRules, *, of_all: bool = False) -> str:
+    """Return why a source is given up if too many processes died at this request, else ``""``."""
+    deaths = counted[event.request, event.outside]
+    if of_all:
+        deaths = sum(count for (_, outside), count in counted.items() if not outside)
+    if deaths < (LOSSES if event.outside else rules.poison_after):
+        return ""
+    where = "when their replay was over" if event.request == -1 else f"while running request {event.request + 1} of its"
+    return f"{deaths} processes ended {where}{'' if event.request == -1 else ' replay'}"
