@@ -19,6 +19,7 @@ from multienv.recovery.recoverer import NotBuilt, Recoverer, RequestFailedError,
 from multienv.recovery.state_machine import Kind, Process
 from multienv.sometimes import sometimes
 from multienv.wire.messages import Build, GetGenerators
+from multienv.wire.segment import ASKED
 
 logger = logging.getLogger("multienv")
 
@@ -57,7 +58,7 @@ def _can_replay(position: Position, anew: frozenset[int]) -> bool:
 
 
 def _replaced(
-    recoverer: Recoverer, position: Position, generators: Mapping[int, bytes], *, is_optional: bool
+    recoverer: Recoverer, position: Position, generators: Mapping[int, bytes], *, is_optional: bool, has_asked: bool
 ) -> Replacement:
     """Move envs that are not lost to a new process.
 
@@ -67,10 +68,14 @@ def _replaced(
         generators: Slot → state of its random generators, of envs that are to be new ones because they are between two
             episodes. The others are replayed.
         is_optional: The old process still runs.
+        has_asked: An env of it has asked outside. A replay beside it would ask the same server, and if the replay
+            fails, the old envs would go on with that.
     """
     progress, journal, memory = recoverer.begin(planned=True), position.journal, position.journal.memory
     progress.is_optional = is_optional
     is_anew = len(generators) == journal.slots
+    if is_optional and has_asked:
+        return Replacement(progress, "a replay would ask outside what the envs of the old process have asked")
     if memory.has_shown and not is_anew:
         return Replacement(progress, memory.reservation)
     try:
@@ -141,13 +146,13 @@ class Replacer:
             logger.warning("%s: its process is not replaced: %s", reporter.name, error)
             maintenance.put_off()
             return
-        before = worker.state
+        before, has_asked = worker.state, bool(worker.segment.words[ASKED])
         if ends_first:
             worker.stand_lost()  # from here on an exception leaves it so
             limit = worker.deadlines.close
             until = time.monotonic() + limit + crowd_seconds()
             worker.ask_to_end(worker.channel, limit, until, keep_memory=True)
-        replacement = _replaced(worker.recoverer, position, generators, is_optional=not ends_first)
+        replacement = _replaced(worker.recoverer, position, generators, is_optional=not ends_first, has_asked=has_asked)
         process, progress, reason = replacement.channel, replacement.progress, replacement.reason
         worker.refuse_if_closed("step", process)
         if process is None:

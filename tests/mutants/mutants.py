@@ -745,6 +745,14 @@ MUTANTS = [
         "range(PID, PID + 7)",
         ("tests/cluster/test_relay.py::test_trainer_learns_that_an_env_has_asked_outside_after_its_snapshot",),
     ),
+    Mutant(
+        "A replacement by plan asks the server of envs that go on if it fails.",
+        3,
+        "recovery/replacement.py",
+        "    if is_optional and has_asked:\n",
+        "    if False:\n",
+        ("tests/simulation/test_faults_and_programs.py",),
+    ),
     # --- 4: a reply belongs to its request --------------------------------------------------------
     Mutant(
         "Native code: the hot path takes whatever reply there is, whatever its number.",
