@@ -114,6 +114,16 @@ def test_a_server_is_not_asked_again_by_a_woken_copy(face: str, monkeypatch: pyt
     assert taken["an env has asked outside after its snapshot"]
 
 
+@pytest.mark.parametrize("face", ["NEXT_STEP", "SAME_STEP"])
+def test_a_replacement_by_plan_does_not_ask_the_server_of_envs_that_go_on(
+    face: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay beside the old process would, and the old envs go on if it fails."""
+    monkeypatch.setattr(programs, "constants_of", lambda seed: Constants(recycle_after_steps=3))
+    for nth in range(1, 10):
+        Run(Case(face, "starts", EPISODES, (Fault(0, "replay", nth, "raises"),), asks_after=2)).play()
+
+
 @pytest.mark.parametrize("name", list(REGRESSIONS))
 def test_regression(name: str) -> None:
     run(REGRESSIONS[name])

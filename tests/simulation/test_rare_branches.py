@@ -50,17 +50,11 @@ DIRECTED: dict[str, Case | ManagerCase] = {
         (Fault(1, "request", 6, "before"), Fault(1, "replay", 1, "raises")),
         rare=430622,
     ),
-    "a short replay differs": Case(
+    "a replay differs, and another one is tried": Case(
         "DISABLED",
         "snapshot",
         EPISODES,
         (Fault(0, "request", 4, "in the env", code=CRASHED, times=2), Fault(0, "replay", 2, "raises")),
-    ),
-    "no short replay recovers the envs": Case(
-        "subprocess_env",
-        "snapshot",
-        EPISODES,
-        (Fault(0, "request", 3, "in the env", code=CRASHED, times=2), Fault(0, "replay", 1, "raises")),
     ),
     "an env has asked outside after its snapshot": Case(
         "subprocess_env", "snapshot", EPISODES, (Fault(0, "request", 9, "torn"),), asks_after=2
@@ -88,12 +82,6 @@ DIRECTED: dict[str, Case | ManagerCase] = {
     ),
     "a snapshot is broken off while it is taken": Case(
         "DISABLED", "starts", BRANCHES, (Fault(0, "ask", 1, "garbage"),), rare=377552
-    ),
-    "the replay of a checkpoint differs": Case(
-        "DISABLED", "starts", BRANCHES, (Fault(0, "replay", 2, "raises", 2),), rare=61554
-    ),
-    "a replacement by plan differs": Case(
-        "SAME_STEP", "memory", PACES, (Fault(0, "replay", 5, "raises", slot=1),), rare=117553
     ),
     "a repeated call ends the process of new envs": Case(
         "subprocess_env", "budget", WITHOUT_REPLAY, (Fault(0, "ask", 3, "hang"),), rare=433906

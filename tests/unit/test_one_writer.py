@@ -50,7 +50,7 @@ CHANGES = {
         "save",
     },
     "Healing": set(),
-    "Maintenance": {"begin", "spoil", "put_off", "moved", "took", "look"},
+    "Maintenance": {"begin", "note_guilty", "put_off", "moved", "took", "look"},
     "Recoverer": {"launch", "await_build", "handed_over", "close", "release"},
     "Supervisor": set(),
 }

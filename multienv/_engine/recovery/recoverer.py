@@ -565,10 +565,9 @@ class Recoverer:
         if file:
             sometimes("the code has changed since the lost process imported it")
             self.code.tell(file)
-        takes_it = not file or self._policy.accept != "exact"
-        return (
-            "" if takes_it else f"{progress.changed}, and RestartPolicy(accept='exact') takes no replay by other code"
-        )
+        if not file or self._policy.accept != "exact":
+            return ""
+        return f"{progress.changed}, and RestartPolicy(accept='exact') takes no replay by other code"
 
     def copy_of(self, channel: Channel, number: int | None) -> NewestSnapshot | None:
         """Return the copy that a lost process has left, as a source; ``None``: there is none that leads on."""

@@ -1186,13 +1186,15 @@ class Supervisor:
             maintenance.put_off()
             return
         before, channel, progress = self.state, self.channel, self.recoverer.begin(planned=True)
-        progress.is_optional = not ends_first
+        assert channel is not None
+        progress.is_optional, has_asked = not ends_first, bool(channel.segment.words[ASKED])
         if ends_first:
-            assert channel is not None
             self.stand_lost()  # from here on an exception leaves it so
             limit = self.deadlines.close
             self.ask_to_end(channel, limit, time.monotonic() + limit + crowd_seconds(), keep_memory=True)
         try:
+            if has_asked and not ends_first:  # if the replay failed, the old envs would go on with another server
+                raise Unrecoverable("a replay would ask outside what the envs of the old process have asked")
             revived = replaced(self.recoverer, position, generators, progress)
         except (Unrecoverable, OSError) as reason:
             if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
