@@ -50,7 +50,7 @@ from multienv import (
 )
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut
-from multienv._engine.recovery.healing import Healing
+from multienv._engine.recovery.loss_recovery import LossRecovery
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import ClosedError, EnvsFailedError, ResetNeededError, WorkerLostError
@@ -238,7 +238,7 @@ def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.Monk
         env.reset(seed=0)
         kill_worker(env)
         with monkeypatch.context() as patch, pytest.raises(Tick):
-            patch.setattr(Healing, "recover", broken_off)
+            patch.setattr(LossRecovery, "recover", broken_off)
             env.snapshot()
         supervisor: Any = supervisor_of(env)
         supervisor.send_step(STEP)

@@ -608,8 +608,8 @@ MUTANTS = [
         "Envs of a batch whose replay differs are adopted as exact.",
         3,
         "_engine/recovery/supervisor.py",
-        "healing.because(what) for slot, what in found.mismatches.items()",
-        "healing.because(what) for slot, what in ()",
+        "loss_recovery.because(what) for slot, what in found.mismatches.items()",
+        "loss_recovery.because(what) for slot, what in ()",
     ),
     Mutant(
         "A woken snapshot whose replay differs is adopted as exact.",

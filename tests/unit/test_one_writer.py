@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import multienv
-from multienv._engine.recovery.healing import Healing
 from multienv._engine.recovery.hot_path import StepBuffers
 from multienv._engine.recovery.journal import Journal
+from multienv._engine.recovery.loss_recovery import LossRecovery
 from multienv._engine.recovery.maintenance import Maintenance
 from multienv._engine.recovery.pending import Pending
 from multienv._engine.recovery.position import Position
@@ -29,7 +29,7 @@ OWNERS: dict[str, tuple[set[str], str, set[str]]] = {
     "what drove": ({"journal", "_journal"}, Journal.__name__, set()),
     "the pending": ({"pending", "_pending"}, Pending.__name__, set()),
     "the process": ({"supervisor", "worker"}, "Supervisor", {"channel", "segment", "buffers"}),
-    "the loss": ({"healing"}, Healing.__name__, set()),
+    "the loss": ({"loss_recovery"}, LossRecovery.__name__, set()),
     "whether": ({"maintenance", "_maintenance"}, Maintenance.__name__, set()),
     "how the envs": ({"recoverer"}, Recoverer.__name__, set()),
 }
@@ -49,7 +49,7 @@ CHANGES = {
         "settled",
         "save",
     },
-    "Healing": set(),
+    "LossRecovery": set(),
     "Maintenance": {"begin", "note_guilty", "put_off", "moved", "took", "look"},
     "Recoverer": {"launch", "await_build", "handed_over", "close", "release"},
     "Supervisor": set(),

@@ -1,8 +1,9 @@
 """Keeps the envs of one worker alive: what is asked, what is answered, and what happens when the process is lost.
 
 A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). The module ``state_machine``
-decides what follows from each event. A ``Healing`` recovers the envs after each loss. The module ``hot_path`` sends
-plain steps to many workers at once and takes their answers. The ``Position`` holds what the caller has seen.
+decides what follows from each event, and ``way_back`` from where envs are brought back into another process. The
+module ``hot_path`` sends plain steps to many workers at once and takes their answers. The ``Position`` holds what the
+caller has seen.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
 and the next call collects it: reading a reply does not use it up, and an answer is committed at once with all that says
@@ -35,7 +36,6 @@ from multienv._engine.processes.worker_process import crowd_seconds
 from multienv._engine.recovery.answers import Answers, Read, call_answer, unreadable
 from multienv._engine.recovery.checkpoint import KeptSnapshots, Snapshot, packed, position_at, state_at, unpacked
 from multienv._engine.recovery.deadlines import RequestDeadlines
-from multienv._engine.recovery.healing import Healing
 from multienv._engine.recovery.hot_path import (
     BEGINS,
     EPISODE_OVER,
@@ -52,6 +52,7 @@ from multienv._engine.recovery.hot_path import (
     take,
 )
 from multienv._engine.recovery.journal import Journal
+from multienv._engine.recovery.loss_recovery import LossRecovery
 from multienv._engine.recovery.maintenance import Maintenance
 from multienv._engine.recovery.pending import Pending
 from multienv._engine.recovery.policy import RecoveryProgress
@@ -203,7 +204,7 @@ class Supervisor:
         buffers: What the hot path touches of the present process; ``None``: there is none.
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
         channel: To the present process, or to the last one that was lost.
-        healing: The loss whose envs are being recovered; ``None``: there is none.
+        loss_recovery: The loss whose envs are being recovered; ``None``: there is none.
         reporter: Counts and reports what happens to the envs.
         on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
@@ -266,7 +267,7 @@ class Supervisor:
             launcher, policy, deadlines, self.reporter.recovering, self._strayed, lambda number: journal.since(number)
         )
         self.channel: Channel | None = None
-        self.healing: Healing | None = None
+        self.loss_recovery: LossRecovery | None = None
         self._building = 0  # number of the request that builds the envs for the first time
         self._long_past = False  # the process has repeated more of the past than a recovery has to
         self._why_lost = ""  # the process was ended to be replaced, and no new one could be had
@@ -320,14 +321,14 @@ class Supervisor:
 
     def _launch(self) -> Instruction:
         """Launch the first process and ask it to build the envs; one that replaces a lost one is charged."""
-        healing = self.healing
-        if healing is not None:
-            progress = healing.progress
+        loss_recovery = self.loss_recovery
+        if loss_recovery is not None:
+            progress = loss_recovery.progress
             progress.begins_at = None  # each of these deaths is charged
             try:
                 self.recoverer.admit(progress, self.position.steps)
             except (BudgetSpentError, Unrecoverable):
-                self._tell(healing, "raised", "the budget of restarts is spent")
+                self._tell(loss_recovery, "raised", "the budget of restarts is spent")
                 self.drop()
                 return self._happen(BudgetSpent())
             progress.attempts += 1
@@ -520,8 +521,8 @@ class Supervisor:
         if instruction not in _RAISED:
             self.state = state
             return
-        assert self.healing is not None
-        error, position = self.healing.error(instruction, state, self.reporter, self.policy), self.position
+        assert self.loss_recovery is not None
+        error, position = self.loss_recovery.error(instruction, state, self.reporter, self.policy), self.position
         # Adjacent stores: no signal handler comes in between.
         self.last_answer, position.number, self.state = error, position.number + 2, state
 
@@ -547,7 +548,7 @@ class Supervisor:
             self._refuse_if_unusable("collect")
         if instruction is Instruction.NOTHING:
             return None
-        self.healing = None
+        self.loss_recovery = None
         self.pending.settled()
         if isinstance(self.last_answer, BaseException):
             raise self.last_answer
@@ -582,16 +583,18 @@ class Supervisor:
         # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
         losses = self.state.losses
         long_past = self._long_past and losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)
-        healing = self.healing
-        if healing is None or healing.lost is not channel:
-            healing = self.healing = Healing(channel, self._fate_of(gone), self.recoverer.begin(), long_past=long_past)
-        if healing.loss is None:  # else an exception of a signal handler came before the state was committed
-            healing.loss = self._loss_of(gone, channel, slot)
+        loss_recovery = self.loss_recovery
+        if loss_recovery is None or loss_recovery.lost is not channel:
+            loss_recovery = self.loss_recovery = LossRecovery(
+                channel, self._fate_of(gone), self.recoverer.begin(), long_past=long_past
+            )
+        if loss_recovery.loss is None:  # else an exception of a signal handler came before the state was committed
+            loss_recovery.loss = self._loss_of(gone, channel, slot)
         lost = Lost(
             gone.cause,
             slots if is_policy else slot,
             gone.is_from_outside,
-            healing.what_happened,
+            loss_recovery.what_happened,
             long_past and gone.cause == "died",
         )
         instruction = self._happen(lost)
@@ -599,7 +602,7 @@ class Supervisor:
             text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
             logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
-            self._drop_lost(healing, instruction)
+            self._drop_lost(loss_recovery, instruction)
         return instruction
 
     def _fate_of(self, gone: Gone) -> Fate:
@@ -623,19 +626,19 @@ class Supervisor:
         case = self.reporter.case(entry, self.pending.limit, self.description, self.codec)
         return self.reporter.loss(gone, name, slot, self.pending.limit, case, idle=idle)
 
-    def _drop_lost(self, healing: Healing, instruction: Instruction) -> None:
+    def _drop_lost(self, loss_recovery: LossRecovery, instruction: Instruction) -> None:
         """Drop a lost process whose envs are not recovered, and record the outcome."""
         self.drop()
         request = self.state.request
         if instruction is Instruction.RAISE_LOST:
-            self._tell(healing, "raised", "")
+            self._tell(loss_recovery, "raised", "")
         else:
             is_reset = request is not None and request.kind is Kind.RESET
-            self._tell(healing, "reset" if is_reset else "truncated", self.state.what)
+            self._tell(loss_recovery, "reset" if is_reset else "truncated", self.state.what)
 
-    def _tell(self, healing: Healing, outcome: Outcome, reason: str) -> None:
-        assert healing.loss is not None
-        self.reporter.recovery(healing.loss, outcome, reason, healing.progress)
+    def _tell(self, loss_recovery: LossRecovery, outcome: Outcome, reason: str) -> None:
+        assert loss_recovery.loss is not None
+        self.reporter.recovery(loss_recovery.loss, outcome, reason, loss_recovery.progress)
 
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that cannot be recovered."""
@@ -647,7 +650,7 @@ class Supervisor:
             build = replace(build, seeds=seeds_from(*build.seeds))
         build = replace(build, draws=tuple(draw + 1 for draw in build.draws), generators={})
         position.build = build  # first: another try draws other numbers
-        progress = self.recoverer.begin(planned=self.healing is None)
+        progress = self.recoverer.begin(planned=self.loss_recovery is None)
         calls = journal.kept_calls() if journal.replaying else ()
         try:
             revived = self.recoverer.bring_back(build, [NewEnvs(calls)], progress)
@@ -664,7 +667,7 @@ class Supervisor:
         """Return the error for envs that could not be built anew."""
         if isinstance(why, NotBuilt) and why.failure is not None:
             return self.reporter.error_of(-1, why.failure, "initialize")
-        loss = self.reporter.last_loss if self.healing is None else self.healing.loss
+        loss = self.reporter.last_loss if self.loss_recovery is None else self.loss_recovery.loss
         if loss is None:
             return UsageError(f"It could not be started: {why}.")
         return self.reporter.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
@@ -691,12 +694,12 @@ class Supervisor:
             instruction = self._happen(outcome)
             self.drop()
             if instruction is Instruction.RAISE_LOST:
-                assert self.healing is not None
-                self._tell(self.healing, "raised", "")
+                assert self.loss_recovery is not None
+                self._tell(self.loss_recovery, "raised", "")
             return instruction
-        if self.healing is not None:
-            self._tell(self.healing, "exact", "")
-            self.healing = None
+        if self.loss_recovery is not None:
+            self._tell(self.loss_recovery, "exact", "")
+            self.loss_recovery = None
         self._lay_out()
         assert self.channel is not None
         first = Revived(self.channel, NewEnvs(), self.position.build, {})
@@ -718,49 +721,49 @@ class Supervisor:
         except RequestFailedError as failed:
             return self.reporter.error_of(-1, failed.failure, "initialize")
         except Gone as gone:
-            healing = self.healing
-            if healing is None or healing.lost is not channel:
-                progress = self.recoverer.begin() if healing is None else healing.progress
-                healing = self.healing = Healing(channel, gone.fate, progress)
-            if healing.loss is None:
+            loss_recovery = self.loss_recovery
+            if loss_recovery is None or loss_recovery.lost is not channel:
+                progress = self.recoverer.begin() if loss_recovery is None else loss_recovery.progress
+                loss_recovery = self.loss_recovery = LossRecovery(channel, gone.fate, progress)
+            if loss_recovery.loss is None:
                 case = self.reporter.case(b"", pending.limit, self.description, self.codec)
-                healing.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, case)
+                loss_recovery.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, case)
             return Lost(gone.cause, -1, gone.is_from_outside)
         return Built()
 
     def _do_recover(self, until: float | None) -> Instruction:
         """Recover the envs, or end their episodes."""
-        healing = self.healing
-        if healing is None:
+        loss_recovery = self.loss_recovery
+        if loss_recovery is None:
             assert self.channel is not None
             gone = self.channel.kill(detail=_INTERRUPTED)
             gone.detail, self._why_lost = self._why_lost or gone.detail, ""
             return self._lose(gone)
         found: Revived | None = None
         try:
-            found = healing.recover(self.recoverer, self.position)
+            found = loss_recovery.recover(self.recoverer, self.position)
         except BudgetSpentError:
-            self._tell(healing, "raised", "the budget of restarts is spent")
+            self._tell(loss_recovery, "raised", "the budget of restarts is spent")
             self.drop()
             return self._happen(BudgetSpent())
         except Unrecoverable as why:
             self.drop()  # there may be one that an earlier try has adopted
-            reason = f"{healing.because(str(why))} {self.position.journal.memory.lost}".rstrip()
+            reason = f"{loss_recovery.because(str(why))} {self.position.journal.memory.lost}".rstrip()
             event: Recovered | NotRecovered = NotRecovered(reason, is_built=not isinstance(why, NotBuilt))
         else:
-            event = Recovered({slot: healing.because(what) for slot, what in found.mismatches.items()})
+            event = Recovered({slot: loss_recovery.because(what) for slot, what in found.mismatches.items()})
         self.refuse_if_closed("collect", None if found is None else found.channel)
         if found is not None:
             long_past = self.position.journal.can_be_shorter(found.plan)
-            self.take_over(found, healing.progress)
+            self.take_over(found, loss_recovery.progress)
             self._long_past = long_past
         after, instruction = decide(self.state, event, self.rules)
         after = interned(after)
         self.reporter.path.append((event, after))
-        healing.processes = self.state.losses
-        reservation = healing.progress.changed or self.position.journal.memory.reservation
-        outcome, reason = healing.outcome(event, instruction, self.state, after, reservation)
-        self._tell(healing, outcome, reason)
+        loss_recovery.processes = self.state.losses
+        reservation = loss_recovery.progress.changed or self.position.journal.memory.reservation
+        outcome, reason = loss_recovery.outcome(event, instruction, self.state, after, reservation)
+        self._tell(loss_recovery, outcome, reason)
         self._become(after, instruction)
         return instruction
 
@@ -844,7 +847,7 @@ class Supervisor:
         if skipped or request.left_alone:
             bank.skipped[:] = 0
         if skipped:
-            loss = None if self.healing is None else self.healing.loss
+            loss = None if self.loss_recovery is None else self.loss_recovery.loss
             if request.kind is Kind.RESET and loss is not None and not isinstance(answer, Exception):
                 for slot, reason in skipped:
                     answer.errors[slot] = self.reporter.lost_error(loss, reason)
@@ -1108,7 +1111,7 @@ class Supervisor:
     def give_up(self) -> None:
         """End the process; the envs' episode is given up too."""
         self.drop()
-        self.healing = None
+        self.loss_recovery = None
         if self.state.process is not Process.NONE:
             self._happen(Discarded())
 
@@ -1377,7 +1380,7 @@ class Supervisor:
             if self.state.request is not None:
                 sometimes("a request is taken back")
                 if self.state.process is Process.READY:  # else it is lost already, and its envs are recovered next
-                    self.healing = None
+                    self.loss_recovery = None
                 self._happen(Interrupted())
 
     def note_closed(self) -> None:
@@ -1386,7 +1389,7 @@ class Supervisor:
 
     def stand_lost(self) -> None:
         """Commit, for a while, the state of a worker whose envs are recovered next: an exception leaves it so."""
-        self.healing = None
+        self.loss_recovery = None
         self.stand(decide(self.state, Interrupted(), self.rules)[0])
 
     def stand(self, state: State) -> None:

@@ -17,7 +17,7 @@ from multienv.errors import MultienvError, RestartBudgetExceeded
 from multienv.events import Loss, Outcome
 
 
-class Healing:
+class LossRecovery:
     """Recovers from one loss: made when the loss is noticed, kept until the request is answered or the envs given up.
 
     Args:
