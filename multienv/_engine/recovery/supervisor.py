@@ -1221,7 +1221,7 @@ class Supervisor:
         elif progress.is_exact:
             reporter.recycling(why, "exact", "", progress)
         else:
-            reporter.recycling(why, "replayed", memory.reservation, progress)
+            reporter.recycling(why, "replayed", progress.changed or memory.reservation, progress)
 
     def _replace_if_due(self, *, resetting: bool) -> None:
         """Replace the process if that is due; ``resetting``: the next request resets all envs."""
