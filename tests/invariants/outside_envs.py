@@ -54,7 +54,7 @@ class DataSetEnv(OutsideEnv):
     Args:
         path: Of a file with a number in each line.
         how: ``"buffered"``; ``"raw"``: four bytes at a time; ``"duplicate"``: in turns by two descriptors of one open
-            file; ``"unlinked"``: the file has no name any more.
+            file; ``"unlinked"``: the file has no name any more; ``"input"``: it is put in the place of standard input.
     """
 
     def __init__(self, path: str, how: str = "buffered") -> None:
@@ -68,6 +68,8 @@ class DataSetEnv(OutsideEnv):
         self.other = os.dup(self.file.fileno()) if how == "duplicate" else self.file.fileno()
         if how == "unlinked":
             Path(path).unlink()
+        if how == "input":
+            self.other = os.dup2(self.file.fileno(), 0)
 
     def look(self) -> float:
         if self.how == "buffered":
@@ -84,6 +86,18 @@ class LogEnv(OutsideEnv):
 
     def look(self) -> float:
         self.file.write(f"{self.taken:5}\n".encode())
+        return float(self.taken)
+
+
+class OutputEnv(OutsideEnv):
+    """Keeps a duplicate of standard output, as code does that silences a simulator; writes a line to it in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = os.dup(1)
+
+    def look(self) -> float:
+        os.write(self.output, f"env {self.taken}\n".encode())
         return float(self.taken)
 
 

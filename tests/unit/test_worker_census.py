@@ -25,6 +25,7 @@ from multienv._engine.worker.census import OBSTACLES, Found, census, put_back, s
 # Nobody holds them; the process is about to end.
 libc = ctypes.CDLL(None, use_errno=True)
 F_OFD_SETLK = 37
+PR_SET_NAME = 15
 FILE_LOCK = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
 
 
@@ -67,6 +68,19 @@ def a_timer(path: Path) -> Any:
 
 def a_thread(path: Path) -> Any:
     threading.Thread(target=signal.pause, daemon=True).start()
+
+
+def a_thread_with_half_a_letter(path: Path) -> Any:
+    """Start a thread whose name the kernel has cut after 15 bytes, within a letter."""
+    named = threading.Event()
+
+    def run() -> None:
+        libc.prctl(PR_SET_NAME, "fourteen bytesé".encode(), 0, 0, 0)
+        named.set()
+        signal.pause()
+
+    threading.Thread(target=run, daemon=True).start()
+    named.wait()
 
 
 LOCKS: dict[str, Callable[[Path], Any]] = {
@@ -117,6 +131,8 @@ FOUND: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a timer": (a_timer, ["timers"]),
     "an interval timer": (lambda path: signal.setitimer(signal.ITIMER_REAL, 1000), []),
     "a thread": (a_thread, ["threads"]),
+    "a thread with half a letter": (a_thread_with_half_a_letter, ["threads"]),
+    "a duplicate of standard output": (lambda path: os.dup(1), []),
     "a child process": (lambda path: subprocess.Popen(["sleep", "0.01"]), ["child processes"]),
 }
 

@@ -132,7 +132,7 @@ def _tasks(copies: Collection[int]) -> Iterator[Found]:
                     if int(child) not in copies:
                         yield Found(CHILDREN, f"process {child}")
             else:
-                name = Path(f"/proc/self/task/{task}/comm").read_text()
+                name = os.fsdecode(Path(f"/proc/self/task/{task}/comm").read_bytes())  # cut after 15 bytes
                 if name not in _HARMLESS_THREADS:
                     yield Found(THREADS, f"thread {name.strip()}")
 
@@ -157,7 +157,8 @@ def _descriptors(ours: Collection[int], standard: Collection[tuple[int, int, int
         except OSError:  # it was open while the list was read
             continue
         place = status.st_dev, status.st_ino
-        if descriptor <= _STANDARD and (descriptor, *place) in standard:
+        # A duplicate of standard output shares its position with the trainer: opened anew it would overwrite.
+        if (1, *place) in standard or (descriptor <= _STANDARD and (descriptor, *place) in standard):
             continue
         found = _judged(descriptor, status, flags, locked)
         if found is not None and found.obstacle:
