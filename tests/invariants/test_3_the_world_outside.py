@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from faces import Face
 from outside_envs import (
+    BlurEnv,
     ConfiguredEnv,
     DataSetEnv,
     HiddenServerEnv,
@@ -352,7 +353,8 @@ def test_state_in_a_file_is_never_told_as_exact_and_different(tmp_path: Path, nu
     assert told.methods() == {"journal"}
 
 
-def test_plain_envs_keep_their_snapshots() -> None:
-    told = Told([PlainEnv] * 2, SOMETIMES)
+@pytest.mark.parametrize("env", [PlainEnv, BlurEnv])
+def test_plain_envs_keep_their_snapshots(env: Callable[[], Any]) -> None:
+    told = Told([env] * 2, SOMETIMES)
     assert set(told.recoveries) == {("exact", "snapshot")}
     assert told.obstacles == [""]
