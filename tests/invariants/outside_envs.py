@@ -281,7 +281,7 @@ class BlurEnv(OutsideEnv):
     """Draws with OpenCV, which would start threads for it."""
 
     def look(self) -> float:
-        import cv2  # noqa: PLC0415 - only this env needs it
+        import cv2
 
         return float(cv2.GaussianBlur(np.full((50, 50, 3), self.taken % 200, np.uint8), (3, 3), 0).max())
 
