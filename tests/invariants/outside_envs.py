@@ -286,6 +286,22 @@ class BlurEnv(OutsideEnv):
         return float(cv2.GaussianBlur(np.full((50, 50, 3), self.taken % 200, np.uint8), (3, 3), 0).max())
 
 
+class HeadlessEnv(OutsideEnv):
+    """Draws with pygame, without a display: SDL opens a socket that tells of keyboards being plugged in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import pygame
+
+        os.environ["SDL_VIDEODRIVER"] = "dummy"
+        pygame.display.init()
+        self.screen = pygame.display.set_mode((20, 20))
+
+    def look(self) -> float:
+        self.screen.fill((self.taken % 200, 0, 0))
+        return float(self.screen.get_at((3, 3))[0])
+
+
 class PlainEnv(OutsideEnv):
     """Has nothing outside but what is harmless."""
 

@@ -27,6 +27,7 @@ from outside_envs import (
     BlurEnv,
     ConfiguredEnv,
     DataSetEnv,
+    HeadlessEnv,
     HiddenServerEnv,
     HoldsLockEnv,
     LateServerEnv,
@@ -353,7 +354,7 @@ def test_state_in_a_file_is_never_told_as_exact_and_different(tmp_path: Path, nu
     assert told.methods() == {"journal"}
 
 
-@pytest.mark.parametrize("env", [PlainEnv, BlurEnv])
+@pytest.mark.parametrize("env", [PlainEnv, BlurEnv, HeadlessEnv])
 def test_plain_envs_keep_their_snapshots(env: Callable[[], Any]) -> None:
     told = Told([env] * 2, SOMETIMES)
     assert set(told.recoveries) == {("exact", "snapshot")}

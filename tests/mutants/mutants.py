@@ -765,6 +765,14 @@ MUTANTS = [
         OUTSIDE,
     ),
     Mutant(
+        "An env that asks the kernel by a socket of netlink is forked.",
+        3,
+        "_engine/worker/census.py",
+        " and opened.proto == _NEWS_OF_DEVICES",
+        "",
+        CENSUS,
+    ),
+    Mutant(
         "An env with a thread whose name is no text loses its worker at each snapshot.",
         9,
         "_engine/worker/census.py",

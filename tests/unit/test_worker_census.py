@@ -96,6 +96,8 @@ FOUND: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "nothing": (lambda path: None, []),
     "a socket": (lambda path: socket.socket(), ["sockets"]),
     "two connected sockets": (lambda path: socket.socketpair(), ["sockets"] * 2),
+    "news of devices": (lambda path: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 15), []),
+    "news of routes": (lambda path: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0), ["sockets"]),
     "a pipe": (lambda path: os.pipe(), ["pipes"] * 2),
     "a named pipe": (a_fifo, ["pipes"]),
     "a terminal": (lambda path: os.openpty(), ["devices"] * 2),
