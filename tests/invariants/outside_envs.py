@@ -54,7 +54,7 @@ class DataSetEnv(OutsideEnv):
     Args:
         path: Of a file with a number in each line.
         how: ``"buffered"``; ``"raw"``: four bytes at a time; ``"duplicate"``: in turns by two descriptors of one open
-            file; ``"unlinked"``: the file has no name any more.
+            file; ``"unlinked"``: the file has no name any more; ``"input"``: it is put in the place of standard input.
     """
 
     def __init__(self, path: str, how: str = "buffered") -> None:
@@ -68,6 +68,8 @@ class DataSetEnv(OutsideEnv):
         self.other = os.dup(self.file.fileno()) if how == "duplicate" else self.file.fileno()
         if how == "unlinked":
             Path(path).unlink()
+        if how == "input":
+            self.other = os.dup2(self.file.fileno(), 0)
 
     def look(self) -> float:
         if self.how == "buffered":
@@ -84,6 +86,18 @@ class LogEnv(OutsideEnv):
 
     def look(self) -> float:
         self.file.write(f"{self.taken:5}\n".encode())
+        return float(self.taken)
+
+
+class OutputEnv(OutsideEnv):
+    """Keeps a duplicate of standard output, as code does that silences a simulator; writes a line to it in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = os.dup(1)
+
+    def look(self) -> float:
+        os.write(self.output, f"env {self.taken}\n".encode())
         return float(self.taken)
 
 
@@ -261,6 +275,31 @@ class StateFileEnv(OutsideEnv):
         count = int(self.path.read_text()) + 1
         self.path.write_text(str(count))
         return float(count)
+
+
+class BlurEnv(OutsideEnv):
+    """Draws with OpenCV, which would start threads for it."""
+
+    def look(self) -> float:
+        import cv2
+
+        return float(cv2.GaussianBlur(np.full((50, 50, 3), self.taken % 200, np.uint8), (3, 3), 0).max())
+
+
+class HeadlessEnv(OutsideEnv):
+    """Draws with pygame, without a display: SDL opens a socket that tells of keyboards being plugged in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import pygame
+
+        os.environ["SDL_VIDEODRIVER"] = "dummy"
+        pygame.display.init()
+        self.screen = pygame.display.set_mode((20, 20))
+
+    def look(self) -> float:
+        self.screen.fill((self.taken % 200, 0, 0))
+        return float(self.screen.get_at((3, 3))[0])
 
 
 class PlainEnv(OutsideEnv):

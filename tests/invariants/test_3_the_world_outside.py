@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 import tty
 from collections.abc import Callable, Iterator
@@ -22,8 +24,10 @@ from typing import Any
 import pytest
 from faces import Face
 from outside_envs import (
+    BlurEnv,
     ConfiguredEnv,
     DataSetEnv,
+    HeadlessEnv,
     HiddenServerEnv,
     HoldsLockEnv,
     LateServerEnv,
@@ -111,6 +115,42 @@ def test_a_file_that_is_read_goes_on_where_the_copy_was_made(data_set: str, how:
     assert told.shown == [list(map(float, range(1, STEPS + 1)))] * num_envs
     assert set(told.recoveries) == {("exact", "snapshot")}
     assert told.obstacles == [""]
+
+
+def test_a_file_in_the_place_of_standard_input_is_put_back_by_each_copy(data_set: str) -> None:
+    told = Told([partial(DataSetEnv, data_set, "input")], SOMETIMES)
+    assert told.shown == [list(map(float, range(1, STEPS + 1)))]
+    assert set(told.recoveries) == {("exact", "snapshot")}
+
+
+OUTPUT = """
+import os, signal
+from outside_envs import OutputEnv
+from multienv import RestartPolicy, SubprocessVectorEnv
+from multienv.testing import worker_pids
+
+if __name__ == "__main__":
+    with SubprocessVectorEnv([OutputEnv], restart=RestartPolicy(snapshot_every=5, backoff=0.0)) as envs:
+        envs.reset(seed=0)
+        for step in range(1, 61):
+            if step in (14, 31, 32, 50):
+                os.kill(worker_pids(envs)[0], signal.SIGKILL)
+            envs.step([0])
+            os.write(1, f"trainer {step}\\n".encode())
+        os.write(1, envs.statistics()[0].no_snapshots.encode())
+"""
+
+
+def test_what_the_trainer_writes_to_standard_output_is_not_overwritten(tmp_path: Path) -> None:
+    path, script = tmp_path / "output", tmp_path / "script.py"
+    script.write_text(OUTPUT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with path.open("wb") as file:
+        subprocess.run([sys.executable, str(script)], check=True, stdout=file, env=environment, timeout=60)
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if not line.startswith("env ")] == [
+        f"trainer {step}" for step in range(1, STEPS + 1)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["subprocess_env", "multi_env", "async_env"])
@@ -314,7 +354,8 @@ def test_state_in_a_file_is_never_told_as_exact_and_different(tmp_path: Path, nu
     assert told.methods() == {"journal"}
 
 
-def test_plain_envs_keep_their_snapshots() -> None:
-    told = Told([PlainEnv] * 2, SOMETIMES)
+@pytest.mark.parametrize("env", [PlainEnv, BlurEnv, HeadlessEnv])
+def test_plain_envs_keep_their_snapshots(env: Callable[[], Any]) -> None:
+    told = Told([env] * 2, SOMETIMES)
     assert set(told.recoveries) == {("exact", "snapshot")}
     assert told.obstacles == [""]

@@ -25,6 +25,7 @@ from multienv._engine.worker.census import OBSTACLES, Found, census, put_back, s
 # Nobody holds them; the process is about to end.
 libc = ctypes.CDLL(None, use_errno=True)
 F_OFD_SETLK = 37
+PR_SET_NAME = 15
 FILE_LOCK = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
 
 
@@ -69,6 +70,19 @@ def a_thread(path: Path) -> Any:
     threading.Thread(target=signal.pause, daemon=True).start()
 
 
+def a_thread_with_half_a_letter(path: Path) -> Any:
+    """Start a thread whose name the kernel has cut after 15 bytes, within a letter."""
+    named = threading.Event()
+
+    def run() -> None:
+        libc.prctl(PR_SET_NAME, "fourteen bytesé".encode(), 0, 0, 0)
+        named.set()
+        signal.pause()
+
+    threading.Thread(target=run, daemon=True).start()
+    named.wait()
+
+
 LOCKS: dict[str, Callable[[Path], Any]] = {
     "a flock": locked(lambda file: fcntl.flock(file, fcntl.LOCK_EX)),
     "a shared flock": locked(lambda file: fcntl.flock(file, fcntl.LOCK_SH)),
@@ -82,6 +96,8 @@ FOUND: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "nothing": (lambda path: None, []),
     "a socket": (lambda path: socket.socket(), ["sockets"]),
     "two connected sockets": (lambda path: socket.socketpair(), ["sockets"] * 2),
+    "news of devices": (lambda path: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 15), []),
+    "news of routes": (lambda path: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0), ["sockets"]),
     "a pipe": (lambda path: os.pipe(), ["pipes"] * 2),
     "a named pipe": (a_fifo, ["pipes"]),
     "a terminal": (lambda path: os.openpty(), ["devices"] * 2),
@@ -117,6 +133,8 @@ FOUND: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a timer": (a_timer, ["timers"]),
     "an interval timer": (lambda path: signal.setitimer(signal.ITIMER_REAL, 1000), []),
     "a thread": (a_thread, ["threads"]),
+    "a thread with half a letter": (a_thread_with_half_a_letter, ["threads"]),
+    "a duplicate of standard output": (lambda path: os.dup(1), []),
     "a child process": (lambda path: subprocess.Popen(["sleep", "0.01"]), ["child processes"]),
 }
 

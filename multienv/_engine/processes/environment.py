@@ -16,6 +16,7 @@ THREAD_VARIABLES = (
     "MKL_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
     "NUMEXPR_NUM_THREADS",
+    "OPENCV_FOR_THREADS_NUM",
 )
 MPI_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_")
 
@@ -26,7 +27,7 @@ def worker_environment(native_threads: int | None = 1) -> dict[str, str]:
     Many workers with many threads each fight for the cores. What the user has set stays.
 
     Args:
-        native_threads: Threads of native libraries (BLAS, OpenMP); ``None``: as the user has set them.
+        native_threads: Threads of native libraries (BLAS, OpenMP, OpenCV); ``None``: as the user has set them.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(MPI_PREFIXES)}
     if native is not None:  # whatever was set since: both sides are to order their stores in the same way

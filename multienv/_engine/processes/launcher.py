@@ -160,7 +160,7 @@ class Launch:
 
     Args:
         method: ``"forkserver"`` or ``"spawn"``.
-        native_threads: Threads of native libraries (BLAS, OpenMP); ``None``: as the user has set them.
+        native_threads: Threads of native libraries (BLAS, OpenMP, OpenCV); ``None``: as the user has set them.
         title: What ``ps`` shows.
         shared: What its envs are built from, in the file that several workers share; ``None``: nothing is.
         preload: What the processes have imported when they are forked; ``None``: nothing.

@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import os
 import re
+import socket
 import stat
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
@@ -37,6 +38,8 @@ THREADS, CHILDREN, SOCKETS, DEVICES, FAILED, SHARED, PIPES, LOCKS, TIMERS, FILES
 _HARMLESS_THREADS = ("SDLTimer\n",)
 # /dev/null, /dev/zero, /dev/full, /dev/random and /dev/urandom: they have no state.
 _HARMLESS_DEVICES = {os.makedev(1, minor) for minor in (3, 5, 7, 8, 9)}
+# The protocol by which the kernel tells of devices that are plugged in: SDL opens such a socket, and no env needs it.
+_NEWS_OF_DEVICES = 15
 # In the kernel's list of mappings: the last of the permissions says that memory is shared, the file comes at the end.
 _SHARED_MAPPING = re.compile(rb"s [0-9a-f]{8,} \S+ \d+ *(.*)\n")
 # A file of these folders that is mapped for reading may be memory that another process writes to.
@@ -132,7 +135,7 @@ def _tasks(copies: Collection[int]) -> Iterator[Found]:
                     if int(child) not in copies:
                         yield Found(CHILDREN, f"process {child}")
             else:
-                name = Path(f"/proc/self/task/{task}/comm").read_text()
+                name = os.fsdecode(Path(f"/proc/self/task/{task}/comm").read_bytes())  # cut after 15 bytes
                 if name not in _HARMLESS_THREADS:
                     yield Found(THREADS, f"thread {name.strip()}")
 
@@ -157,7 +160,8 @@ def _descriptors(ours: Collection[int], standard: Collection[tuple[int, int, int
         except OSError:  # it was open while the list was read
             continue
         place = status.st_dev, status.st_ino
-        if descriptor <= _STANDARD and (descriptor, *place) in standard:
+        # A duplicate of standard output shares its position with the trainer: opened anew it would overwrite.
+        if (1, *place) in standard or (descriptor <= _STANDARD and (descriptor, *place) in standard):
             continue
         found = _judged(descriptor, status, flags, locked)
         if found is not None and found.obstacle:
@@ -176,6 +180,10 @@ def _judged(descriptor: int, status: os.stat_result, flags: int, locked: Collect
         return _judged_file(descriptor, status, flags, locked)
     if kind == stat.S_IFCHR and status.st_rdev in _HARMLESS_DEVICES:
         return None
+    if kind == stat.S_IFSOCK:
+        with socket.socket(fileno=os.dup(descriptor)) as opened:
+            if opened.family == socket.AF_NETLINK and opened.proto == _NEWS_OF_DEVICES:
+                return None
     return Found(_OBSTACLE_OF.get(kind, DESCRIPTORS), _name(descriptor))
 
 

@@ -71,6 +71,7 @@ _PART_OF_JOURNAL = 0.25
 # If snapshots are fewer steps apart than this, each step is checked for whether one is due.
 _OFTEN = 64
 _PR_SET_PDEATHSIG = 1
+_STDERR = 2
 # A snapshot is woken when its parent is dead, or about to be; seconds.
 _ORPHANED_WITHIN = 2.0
 
@@ -168,7 +169,8 @@ class Snapshots:
     def go_on(self, segment: Segment, ends: Ends) -> None:
         """Take over segment and descriptors in a woken copy, and take another snapshot in its place."""
         self._segment, self._ends = segment, ends
-        self._standard = standard_streams()
+        # Standard error is new; what the env has put in the place of the others is the env's still.
+        self._standard |= {one for one in standard_streams() if one[0] == _STDERR}
         self._asked.move(segment.words)
         self._take(self._number, self._token)
         self._token = 0
@@ -289,7 +291,7 @@ class Snapshots:
             if time.monotonic() > until:
                 os._exit(0)
             time.sleep(0.001)
-        os.dup2(stderr, 2)
+        os.dup2(stderr, _STDERR)
         os.close(stderr)
         for descriptor in (wake_socket, memory, stack, announcements):
             os.set_inheritable(descriptor, False)
