@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multienv._engine import interrupts
-from multienv._engine.asking.endless import Requests, Result
 from multienv._engine.asking.fanout import FanOut
+from multienv._engine.asking.in_flight import Requests, Result
 from multienv._engine.asking.members import InThread, ask_patiently
 from multienv._engine.asking.stream import OneEach, Stream
 from multienv._engine.cores import spread

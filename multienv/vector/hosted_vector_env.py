@@ -27,8 +27,8 @@ from multienv._engine.asking.calls import (
     checked_seeds,
     refuse_copy,
 )
-from multienv._engine.asking.endless import Taken
 from multienv._engine.asking.fanout import FanOut, Round
+from multienv._engine.asking.in_flight import Taken
 from multienv._engine.asking.stream import OwnPace, Stream
 from multienv._engine.building.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
 from multienv._engine.recovery.rollouts import RolloutReply

@@ -12,7 +12,7 @@ from typing import Any
 
 from gymnasium.vector import VectorEnv
 
-from multienv._engine.asking.endless import Endless, Requests, Result, Taken, results_of
+from multienv._engine.asking.in_flight import InFlight, Requests, Result, Taken, results_of
 from multienv._engine.asking.members import StepOfSome
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.infos import Extras, InfoMerger
@@ -73,7 +73,7 @@ class SharedWorkers:
         message = request.content(member)
         return [env for slot, env in enumerate(envs) if message.touches(slot)]
 
-    def results(self, current: Endless) -> dict[int, Result]:
+    def results(self, current: InFlight) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env."""
         found = results_of(current)
         if self.is_shared:
@@ -89,7 +89,7 @@ class SharedWorkers:
                 found[env] = Result(name, answer, answer.errors[0])
         return found  # not copied: the worker is asked again after the caller has this
 
-    def taken(self, current: Endless) -> Taken | None:
+    def taken(self, current: InFlight) -> Taken | None:
         """Return all that came, if no env has raised."""
         members, replies = list(current.answers), list(current.answers.values())
         if any(map(_ERRORS, replies)):

@@ -2,7 +2,7 @@
 
 A *round* is one request to each of several members (``members.py``): a step of all envs, say. All requests are sent
 before the first answer is awaited. While one worker is waited for, all others are watched, so that a thread can recover
-one whose process ends or is overdue. Envs that do not move in step are asked in another kind of round: ``endless.py``.
+one whose process ends or is overdue. Envs that do not move in step are asked another way: ``in_flight.py``.
 
 **Ctrl-C.** KeyboardInterrupt is raised only where it does no harm: see ``interrupts.py``. Other signal handlers may
 raise anywhere. A round that was broken off before all its requests were published was never made: the next call takes

@@ -5,7 +5,7 @@ that is ready (``Stream.ready``) until the caller takes it. A worker that is fre
 been given a request, and its others are left alone.
 
 Most often all that has come is plain answers to steps, and the caller gets all of them at once. Then they are not noted
-as ready: they stay in the round (``Endless.answers``) until they are handed over. This saves a third of the time.
+as ready: they stay in the round (``InFlight.answers``) until they are handed over. This saves a third of the time.
 
 **Ctrl-C.** What is given is noted first, and asked from there; what is ready is noted in one go; the owner hands it
 over with the last store before it returns. So an interrupted call has given all or nothing, and has taken all or
@@ -26,8 +26,8 @@ from time import monotonic
 from typing import Any, NoReturn, Protocol
 
 from multienv._engine import interrupts
-from multienv._engine.asking.endless import Endless, Requests, Result, Taken, results_of
 from multienv._engine.asking.fanout import FanOut, Round
+from multienv._engine.asking.in_flight import InFlight, Requests, Result, Taken, results_of
 from multienv._engine.threads import Bell
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
@@ -51,10 +51,10 @@ class Sharing(Protocol):
     def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the envs of a member that a request concerns."""
 
-    def results(self, current: Endless) -> dict[int, Result]:
+    def results(self, current: InFlight) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env; no later request changes it."""
 
-    def taken(self, current: Endless) -> Taken | None:
+    def taken(self, current: InFlight) -> Taken | None:
         """Return all that came, if it can be handed over as it is; it is plain answers to steps of whole members."""
 
 
@@ -82,11 +82,11 @@ class OneEach:
         """Return the env."""
         return (member,)
 
-    def results(self, current: Endless) -> dict[int, Result]:
+    def results(self, current: InFlight) -> dict[int, Result]:
         """Return what came of the requests that are answered."""
         return results_of(current)
 
-    def taken(self, current: Endless) -> Taken:
+    def taken(self, current: InFlight) -> Taken:
         """Return all that came."""
         members = list(current.answers)
         return Taken(members, list(current.answers.values()), members)
@@ -342,7 +342,7 @@ class Stream:
         for env in envs:
             held.pop(env, None)
         current = self._fan.members.asked
-        if members and isinstance(current, Endless):
+        if members and isinstance(current, InFlight):
             current.forget(members)
 
     # --- members ------------------------------------------------------------------------------------
@@ -389,9 +389,9 @@ class Stream:
         self._carry_out()
         return True
 
-    def _round(self) -> Endless:
+    def _round(self) -> InFlight:
         current = self._fan.unfinished
-        if not isinstance(current, Endless) or current is not self._current():
+        if not isinstance(current, InFlight) or current is not self._current():
             if self._fan.members.bell is None:
                 raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
             raise CallPendingError(
@@ -401,13 +401,13 @@ class Stream:
             )
         return current
 
-    def _begun(self) -> Endless:
-        """Return the endless round; it goes on with a call in two halves that is pending."""
+    def _begun(self) -> InFlight:
+        """Return the round in flight; it goes on with a call in two halves that is pending."""
         members, pending = self._fan.members, self._fan.unfinished
-        if isinstance(pending, Endless):
+        if isinstance(pending, InFlight):
             return pending
         members.bell = members.bell or Bell()
-        current = members.asked = Endless(members.bell, pending, members.nothing)
+        current = members.asked = InFlight(members.bell, pending, members.nothing)
         return current
 
 
@@ -470,7 +470,7 @@ class OwnPace:
     def settle_stream(self, name: str) -> None:
         """Give all envs back to the caller."""
         current = self._fan.unfinished
-        if isinstance(current, Endless):
+        if isinstance(current, InFlight):
             stream = self.stream or Stream(self._fan, self._sharing)
             stream.end(name)
             self._seconds, self.stream = self._with_those_of(stream), None

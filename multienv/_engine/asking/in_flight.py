@@ -28,7 +28,7 @@ _BRIEF = 0.01
 
 
 class Requests:
-    """Holds the requests of one call to some envs, or to some members. Each env of an endless round may be in another.
+    """Holds the requests of one call to some envs, or to some members. Each env in flight may be in another.
 
     Args:
         name: What the caller called.
@@ -66,7 +66,7 @@ class Requests:
 
 
 class Result(NamedTuple):
-    """Holds the outcome of a request to one env in an endless round.
+    """Holds the outcome of a request to one env in flight.
 
     Attributes:
         name: What the caller called.
@@ -98,7 +98,7 @@ class Taken(NamedTuple):
     errors: Mapping[int, BaseException] = MappingProxyType({})
 
 
-def results_of(current: Endless) -> dict[int, Result]:
+def results_of(current: InFlight) -> dict[int, Result]:
     """Return what came of the requests that are answered, by member."""
     answers, requests, failures = current.answers, current.requests, current.failures
     names = [requests[member].name for member in answers]
@@ -107,7 +107,7 @@ def results_of(current: Endless) -> dict[int, Result]:
     return dict(zip(answers, made, strict=True))
 
 
-class Endless:
+class InFlight:
     """Holds what is asked of members that go at their own pace, and what has come of it.
 
     A call costs hardly more if more supervised members are asked. It goes over all that block.
