@@ -79,7 +79,7 @@ class Result(NamedTuple):
     error: BaseException | None
 
 
-class Taken(NamedTuple):
+class ReadyBatch(NamedTuple):
     """Holds what has come of the requests to some envs.
 
     Attributes:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Protocol
 
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut, Round
-from multienv._engine.asking.in_flight import InFlight, Requests, Result, Taken, results_of
+from multienv._engine.asking.in_flight import InFlight, ReadyBatch, Requests, Result, results_of
 from multienv._engine.threads import Bell
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
@@ -54,7 +54,7 @@ class Sharing(Protocol):
     def results(self, current: InFlight) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env; no later request changes it."""
 
-    def taken(self, current: InFlight) -> Taken | None:
+    def ready_batch(self, current: InFlight) -> ReadyBatch | None:
         """Return all that came, if it can be handed over as it is; it is plain answers to steps of whole members."""
 
 
@@ -86,10 +86,10 @@ class OneEach:
         """Return what came of the requests that are answered."""
         return results_of(current)
 
-    def taken(self, current: InFlight) -> Taken:
+    def ready_batch(self, current: InFlight) -> ReadyBatch:
         """Return all that came."""
         members = list(current.answers)
-        return Taken(members, list(current.answers.values()), members)
+        return ReadyBatch(members, list(current.answers.values()), members)
 
 
 class Stream:
@@ -172,7 +172,7 @@ class Stream:
             self._round().take(self._fan.members, until)
             self._note()
 
-    def first(self, count: int | None, at_most: int | None, timeout: float | None) -> Taken:
+    def first(self, count: int | None, at_most: int | None, timeout: float | None) -> ReadyBatch:
         """Wait until so many envs are ready, and return the results of those that were ready first.
 
         The results stay here until :meth:`hand_over`.
@@ -201,9 +201,9 @@ class Stream:
             raise UsageError(f"recv(): the results of {coming} envs can come. Ask for 1 to {coming} of them.")
         most = wanted if at_most is None else at_most
         if len(self._ready) < most:
-            taken = self._look(wanted, most)
-            if taken is not None:
-                return taken
+            ready = self._look(wanted, most)
+            if ready is not None:
+                return ready
         while len(self._ready) < wanted:
             if monotonic() >= until:
                 if self._ready:
@@ -217,17 +217,17 @@ class Stream:
         results = [self._ready[env] for env in envs]
         resets = {env for env, one in zip(envs, results, strict=True) if one.name == "reset"}
         errors = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
-        return Taken(envs, [one.answer for one in results], (), resets, errors)
+        return ReadyBatch(envs, [one.answer for one in results], (), resets, errors)
 
-    def _look(self, wanted: int, most: int) -> Taken | None:
+    def _look(self, wanted: int, most: int) -> ReadyBatch | None:
         """Take what has come, without a wait. Return it if it is plain and all that the caller gets; else note it."""
         current = self._round()
         is_first = not (self._ready or current.answers)
         is_plain = current.take(self._fan.members, -inf)
         if is_first and is_plain and current.answers:
-            taken = self._sharing.taken(current)
-            if taken is not None and wanted <= len(taken.envs) <= most:
-                return taken
+            ready = self._sharing.ready_batch(current)
+            if ready is not None and wanted <= len(ready.envs) <= most:
+                return ready
         self._note()
         return None
 
@@ -276,7 +276,7 @@ class Stream:
     def hand_over(self, envs: Collection[int], members: Collection[int] = ()) -> None:
         """Give these envs, of which all is done, back to the caller: nothing may come after it but the return.
 
-        Ctrl-C that came in the call is raised before that. ``members``: see :class:`Taken`.
+        Ctrl-C that came in the call is raised before that. ``members``: see :class:`ReadyBatch`.
         """
         decided = self.handing_over(envs, members)
         if interrupts.noted is not None:
