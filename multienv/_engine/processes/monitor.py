@@ -64,7 +64,7 @@ from multienv._engine.processes.protocol import (
 from multienv._engine.processes.template import Template
 from multienv._engine.worker import main as worker_main
 from multienv._engine.worker import source_files
-from multienv._engine.worker.ends import mark_of
+from multienv._engine.worker.descriptors import mark_of
 from multienv._engine.worker.snapshots import ANNOUNCEMENT, WAKING
 
 STDERR_TAIL = 4096
@@ -713,7 +713,7 @@ class Lines(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int, int, int]:
-        """Return the worker's descriptors, in the order in which `Ends.of` takes them."""
+        """Return the worker's descriptors, in the order in which `WorkerDescriptors.of` takes them."""
         return self.wake_socket, self.memory, self.stack_write, self.announcements_write
 
     def keep(self, pid: int, folder: str) -> Worker:
