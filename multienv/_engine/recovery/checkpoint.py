@@ -147,8 +147,7 @@ class Checkpoints:
         kept = len(self._kept)
         if kept >= self._limit:
             raise UsageError(
-                f"snapshot(): {kept} are kept, as many as RestartPolicy.max_snapshots allows. "
-                "free() some, or let go of them."
+                f"snapshot(): {kept} are kept, as many as a worker may keep. free() some, or let go of them."
             )
         if worker.state.process is Process.NONE:
             raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")

@@ -53,7 +53,7 @@ from multienv._engine.recovery.hot_path import (
 from multienv._engine.recovery.journal import Journal, Plan
 from multienv._engine.recovery.maintenance import Maintenance
 from multienv._engine.recovery.pending import Pending
-from multienv._engine.recovery.policy import RecoveryProgress
+from multienv._engine.recovery.policy import MOST_SNAPSHOTS, RecoveryProgress
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import (
     BudgetSpentError,
@@ -264,7 +264,7 @@ class Supervisor:
         self.codec: Codec | None = None
         self.answers: Any = None  # Answers
         self._rollout_reader: RolloutReader | None = None  # made when it is first needed
-        self._checkpoints = Checkpoints(self, policy.max_snapshots)
+        self._checkpoints = Checkpoints(self, MOST_SNAPSHOTS)
         self._replacer = Replacer(self)
         # Of the present process.
         self.segment: Any = None
