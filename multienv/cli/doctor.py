@@ -41,7 +41,7 @@ def doctor(
 ) -> None:
     """Examine an env: does it survive the death of its process, and what does a loss cost?
 
-    The env runs in worker processes. The doctor really kills and stops them.
+    The env runs in worker processes. The doctor really kills them.
 
     Exit code 0: a lost worker is recovered.
     1: a lost worker's episode is truncated, or it is not known whether it goes on as it was.
