@@ -28,7 +28,7 @@ from multienv._engine.reports.texts import foreign_frames
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
-from multienv.cli.watching import Noticed, Watched, seeded
+from multienv.cli.watching import Noticed, ObservedEnv, seeded
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvError, MultienvError, RestartBudgetExceeded, UsageError, WorkerHungError, WorkerLostError
 from multienv.events import Event, Loss, Recovery, Statistics
@@ -364,7 +364,7 @@ def compares(patient: Patient) -> Row | None:
     def look(env: SubprocessEnv) -> None:
         patient.noticed = env.call("noticed")
 
-    patient.other = undisturbed(patient, patient.first.steps, env_fn=partial(Watched, patient.env_fn), look=look)
+    patient.other = undisturbed(patient, patient.first.steps, env_fn=partial(ObservedEnv, patient.env_fn), look=look)
     kind = patient.noticed.incomparable
     if not kind:
         return None

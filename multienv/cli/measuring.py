@@ -169,7 +169,7 @@ def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
     return step_for
 
 
-class Stepper(gymnasium.Wrapper[Any, Any, Any, Any]):
+class BoundEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Steps an env for a given time: the most that a core can do.
 
     Args:
@@ -199,7 +199,7 @@ class Stepper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def _limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Contender:
     """Build an env for each core. The contender steps all of them at the same time, until the stack is closed."""
-    steppers = [partial(Stepper, env_fn, core) for core in cores()]
+    steppers = [partial(BoundEnv, env_fn, core) for core in cores()]
     make = partial(create_subprocess_envs, steppers, restart=RAISE, deadlines=Deadlines(call=60.0), reports="")
     workers = make()
     stack.callback(close_at_once, [worker.close for worker in workers])

@@ -20,7 +20,7 @@ from rich.status import Status
 from rich.text import Text
 
 from multienv import SubprocessEnv
-from multienv.cli.env_functions import Named, named
+from multienv.cli.env_functions import NamedEnv, named
 from multienv.cli.texts import visible
 from multienv.cli.walking import RAISE, walk
 from multienv.config import Deadlines
@@ -85,7 +85,7 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
     return arguments
 
 
-def working_env(env: str, env_kwargs: str) -> Named:
+def working_env(env: str, env_kwargs: str) -> NamedEnv:
     """Return the function that builds the env. Raises UsageError if the env does not run in a process."""
     found = named(env, **arguments_of(env_kwargs))
     try:
@@ -169,7 +169,7 @@ def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Work]:
         work.finish()
 
 
-def vector_env_code(env: Named, num_envs: int, options: str) -> str:
+def vector_env_code(env: NamedEnv, num_envs: int, options: str) -> str:
     """Return the lines of Python that make a vector env of the env, with these constructor options."""
     names = [name for name in ("Deadlines", "RestartPolicy") if f"{name}(" in options]
     lines = [

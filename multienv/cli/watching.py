@@ -43,7 +43,7 @@ class Noticed(NamedTuple):
     outside: tuple[Outside, ...] = ()
 
 
-class Watched(gymnasium.Wrapper[Any, Any, Any, Any]):
+class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Compares the generators of the process before and after each reset and step, and looks at what they return.
 
     Args:

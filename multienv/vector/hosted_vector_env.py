@@ -921,7 +921,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of these envs; snapshot() returns one.")
         calls = [partial(worker.restore, one) for worker, one in zip(self._workers, snapshot.workers, strict=True)]
         self._each("restore", calls)
-        self._stand(snapshot.begun)
+        self._set_begun(snapshot.begun)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data that can be pickled, to continue bit for bit in another trainer."""
@@ -956,9 +956,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 self._begun[rows] &= rows.start in error.failures
             self._all_begun = bool(self._begun.all())
             raise
-        self._stand(found[1])
+        self._set_begun(found[1])
 
-    def _stand(self, begun: Sequence[bool]) -> None:
+    def _set_begun(self, begun: Sequence[bool]) -> None:
         self._begun[:] = begun
         self._all_begun = bool(self._begun.all())
 

@@ -31,7 +31,7 @@ from typing import NoReturn
 
 from multienv._engine.wire.banks import OVERHEAD
 from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT, SNAPSHOTS, Segment
-from multienv._engine.worker.asked import Asked
+from multienv._engine.worker.asked import AskedOutside
 from multienv._engine.worker.census import (
     CHILDREN,
     FAILED,
@@ -107,7 +107,7 @@ class Snapshots:
         self._descriptors = descriptors
         self._fork = fork
         self._standard = standard_streams()
-        self._asked = Asked(segment.words)
+        self._asked = AskedOutside(segment.words)
         self._number = 0  # of the last request executed in the newest snapshot; in a woken copy: in the copy
         self._token = 0
         self._every = -1
