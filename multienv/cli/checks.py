@@ -64,15 +64,15 @@ _NOISE = 256 * 2**10
 _MOST_LOSSES = 4
 # A check that the env itself spoils is tried once more, but not when the examination has taken so many seconds.
 _SECOND_TRIES_UNTIL = 120.0
-# Recommended deadlines: so many times the slowest step or reset, and at least so many seconds.
+# Recommended deadlines: a multiple of the slowest step or reset, and the least value in seconds.
 _TIMES_THE_SLOWEST, _LEAST_DEADLINE = 10.0, 1.0
-# Recommended max_rss: so many times the memory of a worker, in units of so many MiB, and at least so many MiB.
+# Recommended max_rss: a multiple of a worker's memory, rounded up to a unit, and a least value; both in MiB.
 _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 # About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
-# A snapshot is measured in so many blocks of so many steps. So many steps or more are recommended between two of them.
+# To measure a snapshot: number of blocks, and steps of each. And the least number of steps to recommend between two.
 _BLOCKS, _BLOCK, _LEAST_EVERY = 9, 5, 20
-# A start of so many seconds is worth a preload.
+# From this many seconds on, a start is slow enough to advise a preload.
 _LONG_START = 3.0
 # Things outside that are shown, and what follows from each kind.
 _MOST_SHOWN = 3

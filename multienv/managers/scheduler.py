@@ -386,7 +386,7 @@ class Scheduler:
 
 
 class _Retries(OneEach):
-    """Has a thread make the resets that are to be tried again if they fail."""
+    """Lets a thread make resets, because a reset that fails is tried again."""
 
     def __init__(self, supervisors: Sequence[Supervisor], config: EnvManagerConfig, closing: Task) -> None:
         super().__init__(len(supervisors))

@@ -541,7 +541,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return _collect("recv", failures, returned, *advice_after("recv", self.autoreset_mode, failures))
 
     def _begun_after(self, ready: ReadyBatch) -> list[bool]:
-        """Return for each env whether it has an episode after what has come of its request."""
+        """Return for each env of a batch whether it has an episode after its answer."""
         begun: list[bool] = []
         for reply in ready.answers:
             begun += [False] if reply is None else (~(reply.terminated | reply.truncated)).tolist()
@@ -975,7 +975,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     # --- which call may be made -------------------------------------------------------------------
 
     def _settle(self, name: str) -> None:
-        """See to what an earlier call has left unfinished before ``name`` is called."""
+        """Finish what an earlier call has left unfinished, before ``name`` is called."""
         if self.closed:
             self._refuse_closed(name)
         self._pace.settle(name, self._note)
@@ -1062,5 +1062,5 @@ def _collect(name: str, failures: dict[int, BaseException], results: Sequence[An
 
 
 def _is_unreadable(error: BaseException) -> bool:
-    """Tell whether the env has done what it was asked, and only this process cannot unpickle what came of it."""
+    """Tell whether the env did its work, and only its result cannot be unpickled in this process."""
     return isinstance(error, ResultNotPicklableError) and not error.command  # an error of the worker's has one

@@ -1,4 +1,4 @@
-"""Some envs of a batch: what their workers are asked for them, and a batch of what came of it.
+"""``send()`` and ``recv()`` of a batch: requests to the workers of some envs, and a batch of their answers.
 
 ``send`` and ``recv`` are in the manner of EnvPool's asynchronous mode (Weng et al., "EnvPool: A Highly Parallel
 Reinforcement Learning Environment Execution Engine", 2022).
@@ -74,7 +74,7 @@ class SharedWorkers:
         return [env for slot, env in enumerate(envs) if message.touches(slot)]
 
     def results(self, current: InFlight) -> dict[int, Result]:
-        """Return what came of the requests that are answered, by env."""
+        """Return the result of each request that is answered, by env."""
         found = results_of(current)
         if self.is_shared:
             return {
@@ -99,7 +99,7 @@ class SharedWorkers:
         return ReadyBatch([env for member in members for env in self._envs[member]], replies, members)
 
     def _of_envs(self, member: int, request: Requests, result: Result) -> list[tuple[int, Result]]:
-        """Return what came of a request to a worker, for each env that it concerned."""
+        """Return the result of a request to a worker, for each env that it concerned."""
         touched, start = self.envs(member, request), self._envs[member].start
         if result.error is not None:
             return [(env, result) for env in touched]

@@ -73,7 +73,7 @@ class InThread(NamedTuple):
 
 
 class AnyRound(Protocol):
-    """Holds what members are asked, and what has come of it.
+    """Holds requests to members, and the answers and failures so far.
 
     Attributes:
         waits: Asked and answered in one call of the caller's; else in two halves.

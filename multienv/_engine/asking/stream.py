@@ -59,7 +59,7 @@ class Sharing(Protocol):
 
 
 class OneEach:
-    """Has each member be one env.
+    """Says that each member is one env.
 
     Args:
         count: Number of envs.
@@ -93,7 +93,7 @@ class OneEach:
 
 
 class Stream:
-    """Gives requests to envs, and holds what came of them, in the order in which it came.
+    """Gives requests to envs, and holds their results in the order in which they come.
 
     A call costs hardly more if there are more envs: it goes over those that it is about.
 
@@ -126,14 +126,14 @@ class Stream:
 
     @property
     def given(self) -> Mapping[int, Requests]:
-        """Return the requests that nothing has come of yet, by env."""
+        """Return the requests without a result so far, by env."""
         if self.decided is not None:
             self._carry_out()
         return self._given
 
     @property
     def ready(self) -> Mapping[int, Result]:
-        """Return what has come and is not handed over, by env, in the order in which it came."""
+        """Return the results that were not delivered yet, by env, in the order in which they came."""
         self._carry_out()
         return self._ready
 
@@ -183,7 +183,7 @@ class Stream:
             timeout: Seconds to wait; ``None``: for ever. Then fewer are returned, unless none is ready.
 
         Raises:
-            UsageError: The results of so many cannot come.
+            UsageError: Fewer results than ``count`` can come.
             WaitTimeout: None is ready in time; nothing is lost.
         """
         if not (type(count) is type(at_most) is int and 0 < count <= at_most):
@@ -274,9 +274,9 @@ class Stream:
         )
 
     def hand_over(self, envs: Collection[int], members: Collection[int] = ()) -> None:
-        """Give these envs, of which all is done, back to the caller: nothing may come after it but the return.
+        """Mark these envs as delivered. Must be the last statement before ``return``.
 
-        Ctrl-C that came in the call is raised before that. ``members``: see :class:`ReadyBatch`.
+        Ctrl-C that came in the call is raised before. ``members``: see :class:`ReadyBatch`.
         """
         decided = self.handing_over(envs, members)
         if interrupts.noted is not None:
@@ -284,7 +284,7 @@ class Stream:
         self.decided = decided
 
     def handing_over(self, envs: Collection[int], members: Collection[int] = ()) -> Callable[[Stream], None]:
-        """Return what gives these envs back to the caller once it is ``decided``."""
+        """Return the change that marks these envs as delivered; store it in ``decided``."""
         self.count_seconds()
         return partial(Stream._note_handed_over, envs=envs, members=members)
 

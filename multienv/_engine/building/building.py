@@ -74,7 +74,7 @@ class Backend(Protocol):
 
 
 class Processes:
-    """Has workers live in processes beside the trainer.
+    """Places workers in processes beside the trainer: a backend.
 
     Args:
         context, native_threads: See :class:`WorkerOptions`.

@@ -95,7 +95,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True)
 class FrozenCopy:
-    """A forked copy of a worker, frozen; see ``worker.snapshots``."""
+    """Holds a snapshot: a forked copy of a worker, frozen; see ``worker.snapshots``."""
 
     pid: int
     number: int  # of the last request executed in it
@@ -111,7 +111,7 @@ class FrozenCopy:
 
 @dataclass(eq=False, slots=True)
 class MonitoredWorker:
-    """A worker and the monitor's ends of what connects them."""
+    """Holds a worker, and the monitor's ends of its sockets and pipes."""
 
     pid: int
     folder: str  # for temporary files; a woken snapshot goes on with that of the worker it was taken from
@@ -685,7 +685,7 @@ class Monitor:
 
 
 class Lines(NamedTuple):
-    """Both ends of what connects a worker: three came from the trainer, the others are the monitor's."""
+    """Holds both ends of a worker's sockets and pipes: three came from the trainer, the monitor made the others."""
 
     fate: int
     wake_socket: int

@@ -17,7 +17,7 @@ def mark_of(monitor: int, worker: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescriptors:
-    """The worker's descriptors.
+    """Holds the descriptors of a worker.
 
     Attributes:
         wake_socket: Carries wake bytes to and from the trainer; ends when the trainer is gone.
