@@ -18,7 +18,7 @@ import ale_py
 import gymnasium
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from multienv import RestartPolicy, Snapshot, SubprocessEnv
+from multienv import Snapshot, SubprocessEnv
 
 gymnasium.register_envs(ale_py)
 
@@ -79,9 +79,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     dice, best = random.Random(arguments.seed), 0.0
-    policy = RestartPolicy(max_snapshots=arguments.cells + 2)  # one may be replaced while explored from
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with SubprocessEnv(make, restart=policy) as env, Progress(*columns) as bar:
+    with SubprocessEnv(make) as env, Progress(*columns) as bar:
         ram, _ = env.reset(seed=arguments.seed)
         archive = {cell_of(ram): Entry(env.snapshot(), 0.0)}
         task = bar.add_task("exploring", total=arguments.iterations)

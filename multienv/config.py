@@ -173,12 +173,11 @@ class RestartPolicy(Named):
             only be repeated from a reset, or by edited code, is truncated. ``"replayed"``: those too, if at least one
             whole episode compares equal. The same holds for ``restore()``, ``load_state_dict()`` and replacements by
             plan: ``"exact"`` takes new envs between two episodes only if ``recycle_after_episodes`` is given too.
-        max_restarts: Restarts of a worker allowed within ``window``; one more raises
+        max_restarts: Restarts of a worker allowed within an hour; one more raises
             :class:`~multienv.errors.RestartBudgetExceeded`.
-        window: Length of the window, in seconds.
         backoff: Seconds to wait before the second restart in a row without progress. The wait doubles with each further
-            restart, with jitter. The first restart is immediate. A build that raises is tried again after such pauses.
-        max_backoff: The longest such wait, in seconds.
+            restart, up to 10 s, with jitter. The first restart is immediate. A build that raises is tried again after
+            such pauses.
         poison_after: How many processes the same request may kill before it counts as poison.
         journal_limit: Bytes of memory for the journal of each env. A replay needs the journal: it begins with the
             construction of the env while that is affordable, or nothing else is possible (in the first episode), later
@@ -190,17 +189,15 @@ class RestartPolicy(Named):
             copy, exactly, for any kind of env. An env that has something outside its memory (threads, sockets, a
             database, a GPU) has no snapshots; ``statistics().no_snapshots`` says why.
         snapshot_every: Steps between two snapshots; ``None`` finds a good number: at most 1 % of the env's time.
-        max_snapshots: How many snapshots from ``env.snapshot()`` may exist at a time; each is a frozen process.
         recycle_after_steps: Replace a process after this many steps, for simulators that leak. Between two episodes,
             the old process ends, and a new one begins the next episode; nothing is replayed. The random generators go
             on, so the trajectory changes only if the env remembers earlier episodes. During an episode (and always with
             SAME_STEP and several envs in a process) the process is replaced by a replay, as after a loss. If the envs
             cannot be replayed, or cannot be built beside the old ones (a port, a licence), a warning says so, and it is
-            tried again after some more episodes, then with the old process ended first. This limit and the next three
+            tried again after some more episodes, then with the old process ended first. This limit and the next two
             are checked every 64 steps, and when an episode begins or ends.
         recycle_after_episodes: Replace a process after this many episodes; needs one env per process. With 1, each
             episode has a new process.
-        recycle_after: Replace a process after this many seconds.
         max_rss: Replace a process when its resident memory exceeds this many bytes, at least 16 MiB. Give more than
             the envs of the process need when they are new.
     """
@@ -210,18 +207,14 @@ class RestartPolicy(Named):
     on_error: Literal["raise", "truncate"] = "raise"
     accept: Literal["replayed", "exact"] = "replayed"
     max_restarts: int = 10_000
-    window: float = 3600.0
     backoff: float = 0.1
-    max_backoff: float = 10.0
     poison_after: int = 2
     journal_limit: int = 16 * 2**20
     replay_limit: float = 10.0
     snapshots: bool = True
     snapshot_every: int | None = None
-    max_snapshots: int = 256
     recycle_after_steps: int | None = None
     recycle_after_episodes: int | None = None
-    recycle_after: float | None = None
     max_rss: int | None = None
 
     def __post_init__(self) -> None:
@@ -230,10 +223,9 @@ class RestartPolicy(Named):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(map(repr, allowed))
                 raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; choose one of {choices}.")
-        for name in ("window", "backoff", "max_backoff", "replay_limit"):
-            check_seconds(f"RestartPolicy.{name}", getattr(self, name), zero=name != "window", needed=True)
-        check_seconds("RestartPolicy.recycle_after", self.recycle_after)
-        for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0), ("max_snapshots", 0)):
+        for name in ("backoff", "replay_limit"):
+            check_seconds(f"RestartPolicy.{name}", getattr(self, name), zero=True, needed=True)
+        for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0)):
             self._check_integer(name, least)
         for name in ("snapshot_every", "recycle_after_steps", "recycle_after_episodes", "max_rss"):
             if getattr(self, name) is not None:
@@ -252,7 +244,7 @@ class RestartPolicy(Named):
     @property
     def recycles(self) -> bool:
         """Return whether processes are replaced by plan."""
-        limits = (self.recycle_after_steps, self.recycle_after_episodes, self.recycle_after, self.max_rss)
+        limits = (self.recycle_after_steps, self.recycle_after_episodes, self.max_rss)
         return any(limit is not None for limit in limits)
 
     def _check_integer(self, name: str, least: int) -> None:

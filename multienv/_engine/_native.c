@@ -81,12 +81,6 @@ words_dealloc(Words *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static Py_ssize_t
-words_length(Words *self)
-{
-    return self->count;
-}
-
 static _Atomic int64_t *
 word_at(Words *self, PyObject *key)
 {
@@ -150,7 +144,6 @@ differs(Words *self, Py_ssize_t index, int64_t last, double seconds)
 }
 
 static PyMappingMethods words_mapping = {
-    .mp_length = (lenfunc)words_length,
     .mp_subscript = (binaryfunc)words_get,
     .mp_ass_subscript = (objobjargproc)words_set,
 };
@@ -614,12 +607,13 @@ hot_clear(Hot *self)
     return 0;
 }
 
+/* Of all types that the garbage collector goes through. */
 static void
-hot_dealloc(Hot *self)
+clear_and_free(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
-    hot_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    Py_TYPE(self)->tp_clear(self);
+    Py_TYPE(self)->tp_free(self);
 }
 
 /* Takes a part of what a StepBuffers has for both banks. */
@@ -704,7 +698,7 @@ static PyTypeObject HotType = {
     .tp_new = hot_new,
     .tp_traverse = (traverseproc)hot_traverse,
     .tp_clear = (inquiry)hot_clear,
-    .tp_dealloc = (destructor)hot_dealloc,
+    .tp_dealloc = clear_and_free,
     .tp_members = hot_members,
 };
 
@@ -1419,15 +1413,6 @@ answer_failed(Stepper *self, PyObject *number)
     return failed ? -1 : 0;
 }
 
-static PyObject *
-done_with(Stepper *self)
-{
-    _Atomic int64_t *words = ((Words *)self->words)->words;
-    atomic_store(&words[SLOT], 0);
-    atomic_store(&words[BUSY], 0);
-    Py_RETURN_NONE;
-}
-
 /* What envs have come to besides their rows. */
 typedef struct {
     PyObject *infos, *failures; /* a list and a dict, or NULL */
@@ -1590,7 +1575,12 @@ step_once(Stepper *self, PyObject *number)
     Py_XDECREF(actions);
     Py_XDECREF(beside.infos);
     Py_XDECREF(beside.failures);
-    return failed ? NULL : done_with(self);
+    if (failed) {
+        return NULL;
+    }
+    atomic_store(&words[SLOT], 0);
+    atomic_store(&words[BUSY], 0);
+    Py_RETURN_NONE;
 }
 
 static int
@@ -1622,14 +1612,6 @@ stepper_clear(Stepper *self)
     }
     forget_infos(&self->infos);
     return 0;
-}
-
-static void
-stepper_dealloc(Stepper *self)
-{
-    PyObject_GC_UnTrack(self);
-    stepper_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static int
@@ -1689,18 +1671,13 @@ stepper_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->infos.count = -1;
 #define TAKE_MEMBER(word) self->word = Py_XNewRef(PyDict_GetItemString(kwargs, #word));
     STEPPER(TAKE_MEMBER)
-    if (self->words == NULL || !Py_IS_TYPE(self->words, &WordsType) || ((Words *)self->words)->count <= SLOT ||
-        self->calls == NULL || !PyList_CheckExact(self->calls) ||
-        (self->generators != NULL && !PyDict_CheckExact(self->generators))) {
+#define IS_MISSING(word) || self->word == NULL
+    if (0 STEPPER(IS_MISSING) || !Py_IS_TYPE(self->words, &WordsType) || ((Words *)self->words)->count <= SLOT ||
+        !PyList_CheckExact(self->calls) || !PyDict_CheckExact(self->generators)) {
         Py_DECREF(self);
-        return PyErr_Format(PyExc_TypeError, "a stepper has words, and a list of calls");
+        return PyErr_Format(PyExc_TypeError, "that is not what a stepper is made of");
     }
     self->slots = PyList_GET_SIZE(self->calls);
-#define IS_MISSING(word) || self->word == NULL
-    if (0 STEPPER(IS_MISSING)) {
-        Py_DECREF(self);
-        return PyErr_Format(PyExc_TypeError, "something that a stepper is made of is missing");
-    }
     self->verbatim = self->is_verbatim == Py_True && self->slots == 1;
     for (int side = 0; side < 2; side++) {
         if (take_side(&self->sides[side], PyTuple_GET_ITEM(sides, side), self->slots) < 0) {
@@ -1730,7 +1707,7 @@ static PyTypeObject StepType = {
     .tp_new = stepper_new,
     .tp_traverse = (traverseproc)stepper_traverse,
     .tp_clear = (inquiry)stepper_clear,
-    .tp_dealloc = (destructor)stepper_dealloc,
+    .tp_dealloc = clear_and_free,
     .tp_call = (ternaryfunc)stepper_call,
 };
 

@@ -152,9 +152,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         Returns:
             Observations and infos by agent.
         """
-        returned: Any = self._built().reset(seed=seed, options=options)
-        self.agents, self._last, self._spaces_of_others, outcome = returned
-        return outcome  # type: ignore[no-any-return]
+        return self._noted(self._built().reset(seed=seed, options=options))  # type: ignore[no-any-return]
 
     def reset_async(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect the result with :meth:`reset_wait`."""
@@ -162,9 +160,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
         """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        returned: Any = self._env.reset_wait(timeout)
-        self.agents, self._last, self._spaces_of_others, outcome = returned
-        return outcome  # type: ignore[no-any-return]
+        return self._noted(self._env.reset_wait(timeout))  # type: ignore[no-any-return]
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Take one step.
@@ -181,9 +177,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        returned: Any = self._env.step(actions)
-        self.agents, self._last, self._spaces_of_others, outcome = returned
-        return outcome  # type: ignore[no-any-return]
+        return self._noted(self._env.step(actions))  # type: ignore[no-any-return]
 
     def step_async(self, actions: dict[Any, Any]) -> None:
         """Send a step; collect the result with :meth:`step_wait`."""
@@ -191,14 +185,11 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect the result of the step. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        returned: Any = self._env.step_wait(timeout)
-        self.agents, self._last, self._spaces_of_others, outcome = returned
-        return outcome  # type: ignore[no-any-return]
+        return self._noted(self._env.step_wait(timeout))  # type: ignore[no-any-return]
 
     def resume(self) -> Any:
         """Return, after an interruption, the result of the last step or reset, collected before or not."""
-        self.agents, self._last, self._spaces_of_others, outcome = self._env.resume()
-        return outcome
+        return self._noted(self._env.resume())
 
     def render(self) -> Any:
         """Render the env and return the result of its ``render``."""
@@ -231,7 +222,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
     def restore(self, snapshot: Any) -> None:
         """Bring the env back to the state in which this snapshot of it was taken; see :meth:`SubprocessEnv.restore`."""
         self._env.restore(snapshot[0])
-        self._stand(*snapshot[1:])
+        self._set_state(*snapshot[1:])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data, to continue in another trainer; see :meth:`SubprocessEnv.state_dict`."""
@@ -240,7 +231,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was called; see :meth:`SubprocessEnv.load_state_dict`."""
         self._built().load_state_dict(state.get("env", state))
-        self._stand(state["last"], state["agents"])
+        self._set_state(state["last"], state["agents"])
 
     # --- anything else ----------------------------------------------------------------------------
 
@@ -295,6 +286,11 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             self._spaces_of_others[agent] = found
         return found
 
+    def _noted(self, returned: Any) -> Any:
+        """Store what :meth:`_converted` has made of an answer; return what the caller gets of it."""
+        self.agents, self._last, self._spaces_of_others, outcome = returned
+        return outcome
+
     def _converted(self, answer: Any) -> tuple[list[Any], bytes, dict[Any, tuple[Any, Any]], Any]:
         """Return agents, last transition and spaces after an answer, which the caller stores, and what it then returns.
 
@@ -325,7 +321,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             {agent: {"multienv": dict(told)} for agent in agents},
         )
 
-    def _stand(self, last: bytes, agents: list[Any]) -> None:
+    def _set_state(self, last: bytes, agents: list[Any]) -> None:
         self._last, self.agents = last, list(agents)
         self._spaces_of_others = {}
 

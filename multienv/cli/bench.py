@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -12,10 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from multienv import RayOptions
-from multienv._engine.cluster.cluster import import_ray
 from multienv._engine.cores import cores
-from multienv.cli.measuring import PEERS, WORTH_IT, Bench, measure
+from multienv.cli.measuring import WORTH_IT, Bench, measure
 from multienv.cli.options import (
     EnvArgument,
     JsonOption,
@@ -34,11 +31,8 @@ from multienv.errors import UsageError
 def bench(
     env: EnvArgument,
     num_envs: NumEnvsOption = 8,
-    against: Annotated[str, typer.Option(help="Compare with gymnasium, sb3, 'gymnasium,sb3' or none.")] = "gymnasium",
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of each turn.")] = 0.25,
     repeats: Annotated[int, typer.Option(min=1, help="Number of turns per contender.")] = 7,
-    backend: Annotated[str, typer.Option(help="subprocess, or ray: measure RayVectorEnv too.")] = "subprocess",
-    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster. Default: a local Ray.")] = None,
     env_kwargs: KwargsOption = "{}",
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -54,25 +48,13 @@ def bench(
 
     multienv bench CartPole-v1 --num-envs 32
 
-    multienv bench my_envs.py:MyEnv --against gymnasium,sb3
-
-    multienv bench CartPole-v1 --backend ray --address ray-head:6379
+    multienv bench my_envs.py:MyEnv
     """
-    peers = _peers(against)
-    if backend not in ("subprocess", "ray") or (address is not None and backend != "ray"):
-        raise UsageError("--backend must be subprocess or ray, and --address needs --backend ray.")
-    if backend == "ray":
-        import_ray()
     load = os.getloadavg()[0]
     with at_work("building ...", as_json=as_json, verbose=verbose) as work:
         found = working_env(env, env_kwargs)
-        ray = None
-        if backend == "ray":
-            # If this process starts Ray, Ray's nodes inherit this path and find the env's module.
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-            ray = RayOptions(address=address)
         try:
-            result = measure(found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, ray=ray, say=work.update)
+            result = measure(found.env_fn, num_envs, seconds=seconds, repeats=repeats, say=work.update)
         except Exception as error:  # from the env or from another library
             raise UsageError(
                 f"{env} cannot be measured: {first_line(error)} For details, run `multienv doctor {env}`."
@@ -99,16 +81,6 @@ def bench(
     if any(one.is_local and one.ratio(best) > WORTH_IT for one in result.contenders):
         console.print("This env is faster without processes. Use them only if it must survive crashes.")
     console.print(f"Recommended:\n{document['code']}", soft_wrap=True)
-
-
-def _peers(against: str) -> list[str]:
-    peers = [one.strip() for one in against.split(",") if one.strip() not in ("", "none")]
-    for one in peers:
-        if one not in PEERS:
-            raise UsageError(f"--against {against}: choose from {', '.join(PEERS)} (separated by a comma), or none.")
-    if "sb3" in peers and importlib.util.find_spec("stable_baselines3") is None:
-        raise UsageError('--against sb3 needs Stable-Baselines3: pip install "multienv-rl[sb3]"')
-    return peers
 
 
 def _rows(result: Bench) -> list[dict[str, Any]]:

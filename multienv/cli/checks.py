@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,17 +22,17 @@ import numpy as np
 import psutil
 from rich.filesize import decimal
 
-from multienv import SubprocessEnv, SubprocessVectorEnv
+from multienv import SubprocessEnv
 from multienv._engine.recovery.verification import is_comparable
 from multienv._engine.reports.texts import foreign_frames
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
-from multienv.cli.watching import Noticed, Watched, imported, seeded
+from multienv.cli.watching import Noticed, ObservedEnv, seeded
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvError, MultienvError, RestartBudgetExceeded, UsageError, WorkerHungError, WorkerLostError
 from multienv.events import Event, Loss, Recovery, Statistics
-from multienv.testing.killer import KillManner, send
+from multienv.testing.killer import send
 from multienv.testing.side_by_side import EnvFn
 
 Verdict = Literal["ok", "note", "truncates", "broken"]
@@ -55,8 +54,6 @@ _LOOK_EVERY = 16
 # twice as many steps fit in as these episodes need, the first half of the walk ends no episode.
 _ANEW_STEPS, _ANEW_SECONDS, _ANEW_EPISODES, _ANEW_LEAST = 5000, 1.5, 8, 4
 _SHORTEST, _LONGEST = 20, 100
-# Steps of two envs that show whether they get along in one worker.
-_SHARED_STEPS = 3
 # Seconds that a snapshot has to announce itself before its worker is killed.
 _ANNOUNCED = 0.2
 # Short episodes that show a leak: steps of each, least and greatest number of episodes, and about how many seconds.
@@ -67,17 +64,16 @@ _NOISE = 256 * 2**10
 _MOST_LOSSES = 4
 # A check that the env itself spoils is tried once more, but not when the examination has taken so many seconds.
 _SECOND_TRIES_UNTIL = 120.0
-# Recommended deadlines: so many times the slowest step or reset, and at least so many seconds.
+# Recommended deadlines: a multiple of the slowest step or reset, and the least value in seconds.
 _TIMES_THE_SLOWEST, _LEAST_DEADLINE = 10.0, 1.0
-# Recommended max_rss: so many times the memory of a worker, in units of so many MiB, and at least so many MiB.
+# Recommended max_rss: a multiple of a worker's memory, rounded up to a unit, and a least value; both in MiB.
 _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 # About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
-# A snapshot is measured in so many blocks of so many steps. So many steps or more are recommended between two of them.
+# To measure a snapshot: number of blocks, and steps of each. And the least number of steps to recommend between two.
 _BLOCKS, _BLOCK, _LEAST_EVERY = 9, 5, 20
-# Imports that take so many seconds, and this part of a start, are worth a preload, of packages that take this part of
-# the imports.
-_LONG_IMPORTS, _PART_OF_START, _PART_OF_IMPORTS = 1.0, 0.5, 0.1
+# From this many seconds on, a start is slow enough to advise a preload.
+_LONG_START = 3.0
 # Things outside that are shown, and what follows from each kind.
 _MOST_SHOWN = 3
 _NO_SNAPSHOTS = "no snapshots"
@@ -143,14 +139,11 @@ class Patient:
         noticed: What it draws from, and whether what it returns can be compared.
         remembers: Whether the env carries memory across resets, as far as is known.
         may_remember: Whether a check has left that open.
-        batch: What a vector env can do with it: ``"shared"``: several are in a worker; ``"alone"``: one is in each;
-            ``"none"``: it does not take the env.
         ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
             ``"strayed"``: repeated from a reset, and then otherwise. ``"differs"``: otherwise, though it counted as
             exact.
         start: Seconds that a worker took to build the env.
         memory: Bytes of a worker that has just built the env.
-        preload: The packages to preload.
         snapshot_every: The recommended option of RestartPolicy; 0: none.
         recycling: The options of RestartPolicy that help against the env's leaks.
         steps: How many it has taken in all workers.
@@ -174,11 +167,9 @@ class Patient:
     noticed: Noticed = field(default_factory=Noticed)
     remembers: bool = False
     may_remember: bool = False
-    batch: Literal["shared", "alone", "none"] = "shared"
     ways: dict[str, Outcome] = field(default_factory=dict)
     start: float = 0.0
     memory: int = 0
-    preload: tuple[str, ...] = ()
     snapshot_every: int = 0
     recycling: list[str] = field(default_factory=list)
     steps: int = 0
@@ -334,7 +325,9 @@ def builds(patient: Patient) -> Row:
     with patient.worker() as env:
         patient.start, patient.memory = time.perf_counter() - began, env.statistics().rss or 0
     size, ready = decimal(len(cloudpickle.dumps(patient.env_fn))), duration(patient.start)
-    return Row("ok", f"env_fn takes {size}; its worker is ready after {ready}, and takes {decimal(patient.memory)}")
+    advice = 'Are its imports slow? Try preload="auto": also each loss then costs less time.'
+    means = f"env_fn takes {size}; its worker is ready after {ready}, and takes {decimal(patient.memory)}"
+    return Row("ok", means, advice if patient.start > _LONG_START else "")
 
 
 def steps(patient: Patient) -> Row:
@@ -365,46 +358,13 @@ def steps(patient: Patient) -> Row:
     return Row(verdict, means, _to_run_again(patient, lost), foreign_frames(_last_words(lost)))
 
 
-def imports(patient: Patient) -> Row | None:
-    """Measure what the env imports if it starts slowly, and how long a start takes if that is preloaded."""
-    if sys.platform != "linux" or patient.start < _LONG_IMPORTS:
-        return None
-    function = getattr(patient.env_fn, "func", patient.env_fn)
-    own = str(getattr(function, "__module__", "")).partition(".")[0]
-    env_fn = partial(imported, cloudpickle.dumps(patient.env_fn), own)
-    try:
-        with patient.worker(env_fn=env_fn) as env:
-            each = env.call("import_seconds")
-    except EnvError as error:  # it can be built, but not while its imports are measured
-        raise SpoiledError(str(error).partition("\n")[0]) from error
-    total = sum(each.values())
-    names = tuple(sorted((one for one in each if each[one] > _PART_OF_IMPORTS * total), key=lambda one: -each[one]))
-    if not names or total < _LONG_IMPORTS:
-        return None
-    began = time.perf_counter()
-    with patient.worker():  # not the one above: to measure takes imports, too
-        alone = time.perf_counter() - began
-    if total < _PART_OF_START * alone:
-        return None
-    with patient.worker(preload=names):  # keeps the process that has imported them
-        began = time.perf_counter()
-        with patient.worker(preload=names):
-            preloaded = time.perf_counter() - began
-    listed = ", ".join(f"{name} {duration(each[name])}" for name in names)
-    means = f"a start takes {duration(alone)}, most of it for imports: {listed}; {duration(preloaded)} with preload"
-    if alone - preloaded < total / 2:
-        return Row("note", f"{means}, so that does not help", "See docs/options.md#preload for what it cannot import.")
-    patient.preload = names
-    return Row("note", means, "Preload them, as below: also each loss then costs less time.")
-
-
 def compares(patient: Patient) -> Row | None:
     """Walk the same way in another process, and look there whether all that the env returns can be compared."""
 
     def look(env: SubprocessEnv) -> None:
         patient.noticed = env.call("noticed")
 
-    patient.other = undisturbed(patient, patient.first.steps, env_fn=partial(Watched, patient.env_fn), look=look)
+    patient.other = undisturbed(patient, patient.first.steps, env_fn=partial(ObservedEnv, patient.env_fn), look=look)
     kind = patient.noticed.incomparable
     if not kind:
         return None
@@ -530,35 +490,6 @@ def undisturbed(
     return longest
 
 
-def shares(patient: Patient) -> Row | None:
-    """Step two of the env in one worker, else in two workers, as the recommended code would."""
-    if patient.own_faults:  # it gets a worker of its own in any case
-        return None
-    errors = []
-    for envs_per_worker in (2, 1):
-        most = patient.reset_deadline
-        deadlines = Deadlines(start=most, reset=most, step=patient.step_deadline)
-        try:
-            with SubprocessVectorEnv(
-                [patient.env_fn] * 2, envs_per_worker=envs_per_worker, restart=RAISE, deadlines=deadlines, reports=""
-            ) as envs:
-                envs.reset(seed=SEED)
-                for _ in range(_SHARED_STEPS):
-                    envs.step(envs.action_space.sample())
-        except MultienvError as error:
-            errors.append(str(next(iter(getattr(error, "failures", {}).values()), error)).splitlines()[0])
-        else:
-            break
-    if not errors:
-        return None
-    patient.batch = "alone" if len(errors) == 1 else "none"
-    if patient.batch == "alone":
-        return Row("note", f"two of them in one worker fail: {errors[0]}", "Each gets its own, by envs_per_worker=1.")
-    return Row(
-        "note", f"a vector env does not take it: {errors[1]}", "MultiEnv hands on what an env returns, as below."
-    )
-
-
 def renders(patient: Patient) -> Row | None:
     """Render frames in a worker, if the env has a render mode for frames. Report what renders them."""
     with patient.worker(env_fn=partial(drawn, patient.env_fn)) as env:
@@ -620,7 +551,7 @@ def outside(patient: Patient) -> Row:
 
 def forks(patient: Patient) -> Row:
     """Kill the worker with SIGKILL after it has forked a snapshot of itself."""
-    struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshot_every=max(1, patient.first.steps // 4)))
+    struck = strike(patient, RestartPolicy(snapshot_every=max(1, patient.first.steps // 4)))
     recovery, patient.obstacle = struck.recovery, struck.statistics.no_snapshots
     if recovery.method == "snapshot":
         patient.ways["snapshot"] = struck.outcome
@@ -639,7 +570,7 @@ def forks(patient: Patient) -> Row:
 
 def replays(patient: Patient) -> Row:
     """Kill the worker with SIGKILL, without snapshots. So it is on macOS, or if the env has threads."""
-    struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshots=False))
+    struck = strike(patient, RestartPolicy(snapshots=False))
     patient.ways["journal"] = struck.outcome
     if struck.outcome == "truncated":
         advice = f"Only snapshots recover it. {struck.advice}" if patient.verdict == "ok" else struck.advice
@@ -663,29 +594,6 @@ def replays(patient: Patient) -> Row:
         f"{struck.replay}; but an episode may take {duration(patient.episode_seconds)}, and a replay at most {most}",
         "Raise replay_limit, as below. Otherwise a worker that is lost late in its episode truncates it.",
     )
-
-
-def hangs(patient: Patient) -> Row:
-    """Stop the worker with SIGSTOP, with default options: it does not answer any more."""
-    deadline = max(0.5, 5 * patient.first.slowest_step)
-    struck = strike(patient, "SIGSTOP", restart=RestartPolicy(), step_deadline=deadline)
-    recovery = struck.recovery
-    if recovery.method == "snapshot":
-        patient.ways.setdefault("snapshot", struck.outcome)
-    took = f"{duration(recovery.seconds)} after its deadline"
-    if struck.outcome in ("differs", "strayed"):
-        return Row(
-            _unless_recoverable(patient),
-            f"after a hang, {struck.difference} differs",
-            f"Use the options below. {_OR_CHANCE}",
-        )
-    if struck.outcome == "truncated":
-        return Row(_unless_recoverable(patient), f"the episode of a hung worker is truncated, {took}")
-    if struck.outcome == "replayed":
-        return Row(
-            "ok", f"a hung worker comes back, {took}: a new process repeats {recovery.replayed} requests {_EQUAL}"
-        )
-    return Row("ok", f"a hung worker is recovered exactly, {took}")
 
 
 # --- leaks ----------------------------------------------------------------------------------------
@@ -818,14 +726,14 @@ def _rounded_down(steps: float) -> int:
 
 
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
-    builds, steps, imports, compares, repeats, begins_anew, draws, shares, renders, outside, forks, replays, hangs,
-    leaks, snapshots,
+    builds, steps, compares, repeats, begins_anew, draws, renders, outside, forks, replays, leaks,
+    snapshots,
 )  # fmt: skip
 
 
 @dataclass
 class Struck:
-    """Holds the outcome of a walk whose worker was killed or stopped.
+    """Holds the outcome of a walk whose worker was killed.
 
     Attributes:
         outcome: See ``Patient.ways``.
@@ -864,14 +772,12 @@ class Struck:
         }[self.outcome]
 
 
-def strike(patient: Patient, manner: KillManner, restart: RestartPolicy, **options: Any) -> Struck:
-    """Walk like the first walk, and send the worker a signal when most of the steps are done.
+def strike(patient: Patient, restart: RestartPolicy) -> Struck:
+    """Walk like the first walk, and kill the worker when most of the steps are done.
 
     Args:
         patient: The env.
-        manner: The signal.
         restart: The policy of the worker.
-        **options: Its other options.
 
     Raises:
         WorkerLostError: The env itself lost worker after worker.
@@ -887,11 +793,11 @@ def strike(patient: Patient, manner: KillManner, restart: RestartPolicy, **optio
         if step == late:
             time.sleep(_ANNOUNCED)
             victims.append(_pid(env))
-            send(victims[0], manner)
+            send(victims[0], "SIGKILL")
 
     try:
         policy = replace(restart, max_restarts=_MOST_LOSSES)
-        with patient.worker(reports="", hooks=[events.append], restart=policy, **options) as env:
+        with patient.worker(reports="", hooks=[events.append], restart=policy) as env:
             found = walk(env, patient.first.steps, before_step=before_step)
             known = env.statistics()
     finally:
@@ -941,10 +847,8 @@ def options_for(patient: Patient) -> str:
     if patient.hung:
         step, reset = _deadline(patient.first.slowest_step), _deadline(patient.first.slowest_reset)
         options = [f"deadlines=Deadlines(step={step:.1f}, reset={reset:.1f})"]
-    if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":
+    if patient.own_faults or patient.noticed.drawn_from:
         options.append("envs_per_worker=1")
-    if patient.preload:
-        options.append(f"preload={patient.preload!r}".replace("'", '"'))
     if patient.variables:
         options.append(f"worker_env={patient.variables!r}".replace("'", '"'))
     restart = []

@@ -41,7 +41,7 @@ def doctor(
 ) -> None:
     """Examine an env: does it survive the death of its process, and what does a loss cost?
 
-    The env runs in worker processes. The doctor really kills and stops them.
+    The env runs in worker processes. The doctor really kills them.
 
     Exit code 0: a lost worker is recovered.
     1: a lost worker's episode is truncated, or it is not known whether it goes on as it was.
@@ -59,7 +59,7 @@ def doctor(
         rows = examine(patient, lambda row: None if as_json else _show(work.console, row))
     is_broken = rows[-1].verdict == "broken"
     verdict: Conclusion = "broken" if is_broken else patient.conclusion
-    code = "" if is_broken else vector_env_code(found, 8, options_for(patient), lists=patient.batch == "none")
+    code = "" if is_broken else vector_env_code(found, 8, options_for(patient))
     if as_json:
         checks = [row._asdict() for row in rows]
         seconds = {"slowest_reset": patient.first.slowest_reset, "slowest_step": patient.first.slowest_step}

@@ -25,7 +25,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 _HOW_TO_BUILD = "Give --env ID, --env module:ID or --env module:function to build the env."
 
 
-class Named(NamedTuple):
+class NamedEnv(NamedTuple):
     """Holds a named env: the function that builds it, and the code for it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Named(NamedTuple):
     code: str
 
 
-def named(name: str, /, **arguments: Any) -> Named:
+def named(name: str, /, **arguments: Any) -> NamedEnv:
     """Find the function that builds an env.
 
     Args:
@@ -61,11 +61,11 @@ def named(name: str, /, **arguments: Any) -> Named:
     if module is not None and callable(function):
         code = f"lambda: {rest}({told[2:]})" if arguments else rest
         env_fn = checked_env_fn(partial(function, **arguments) if arguments else function, None, name)
-        return Named(env_fn, f"from {module.__name__} import {rest}", code)
+        return NamedEnv(env_fn, f"from {module.__name__} import {rest}", code)
     if rest in gymnasium.registry:
         full = rest if module is None else f"{module.__name__}:{rest}"  # so that workers import the module too
         env_fn = partial(gymnasium.make, full, **arguments)
-        return Named(env_fn, "import gymnasium", f'lambda: gymnasium.make("{full}"{told})')
+        return NamedEnv(env_fn, "import gymnasium", f'lambda: gymnasium.make("{full}"{told})')
     known = list(gymnasium.registry) if module is None else [*vars(module), *gymnasium.registry]
     similar = difflib.get_close_matches(rest, known, 1)
     guess = f" Did you mean {where + ':' if where else ''}{similar[0]}?" if similar else f" Give {_FORMS}."

@@ -1,4 +1,4 @@
-"""Measure how fast a batch of an env steps in several layouts and other libraries, in turn, next to the limit."""
+"""Measure how fast a batch of an env steps in several layouts, and in gymnasium's own, in turn, next to the limit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-from multienv import RayOptions, RayVectorEnv, SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv._engine.building.building import EnvFn
 from multienv._engine.cores import busy_cores, cores
 from multienv._engine.threads import close_at_once
@@ -28,7 +27,6 @@ from multienv.config import Deadlines
 from multienv.errors import UsageError
 from multienv.vector.batching import deal
 
-PEERS = ("gymnasium", "sb3")
 # Seconds that each contender steps before the first turn.
 _WARM_UP = 0.1
 # A layout other than "auto" is recommended only if it is faster than "auto" by this factor.
@@ -92,11 +90,9 @@ class Bench:
 def measure(
     env_fn: EnvFn,
     num_envs: int,
-    against: list[str],
     *,
     seconds: float,
     repeats: int,
-    ray: RayOptions | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Bench:
     """Build all contenders, and let them step in turn, in another order each time.
@@ -104,10 +100,8 @@ def measure(
     Args:
         env_fn: Builds the env.
         num_envs: Number of envs.
-        against: Some of ``PEERS``.
         seconds: Length of each turn.
         repeats: Number of turns of each contender.
-        ray: Measure RayVectorEnv too, on this cluster.
         say: Called with a text that says what is being done.
 
     Raises:
@@ -121,7 +115,7 @@ def measure(
         # Build the limit first: if the env ends its process, that happens there, not in this process.
         bench = Bench(_limit(env_fn, stack))
         bench.limit.step_for(_WARM_UP)
-        for one in _contenders(env_fn, num_envs, against, ray):
+        for one in _contenders(env_fn, num_envs):
             say(f"building {one.name} ...")
             try:
                 batch = one.make()
@@ -143,8 +137,8 @@ def measure(
     return bench
 
 
-def _contenders(env_fn: EnvFn, num_envs: int, against: list[str], ray: RayOptions | None) -> Iterator[Contender]:
-    """Yield layouts with different numbers of workers, ``"auto"`` first, and then the peers."""
+def _contenders(env_fn: EnvFn, num_envs: int) -> Iterator[Contender]:
+    """Yield layouts with different numbers of workers, ``"auto"`` first, and then gymnasium's vector envs."""
     env_fns, seen = [env_fn] * num_envs, set()
     for each in ("auto", 1, max(1, -(-num_envs // (2 * busy_cores()))), num_envs):
         sizes = tuple(deal(num_envs, each, busy_cores()))
@@ -154,22 +148,8 @@ def _contenders(env_fn: EnvFn, num_envs: int, against: list[str], ray: RayOption
             make = partial(SubprocessVectorEnv, env_fns, envs_per_worker=each, reports="")
             yield Contender("multienv", f"SubprocessVectorEnv(env_fns{options and ', '}{options})", make, options)
     yield Contender("multienv", "SerialVectorEnv(env_fns)", partial(SerialVectorEnv, env_fns), is_local=True)
-    if "gymnasium" in against:
-        yield Contender("gymnasium", "AsyncVectorEnv(env_fns)", partial(AsyncVectorEnv, env_fns, context="forkserver"))
-        yield Contender("gymnasium", "SyncVectorEnv(env_fns)", partial(SyncVectorEnv, env_fns), is_local=True)
-    if "sb3" in against:
-        from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
-
-        from multienv.adapters.stable_baselines3 import SubprocessVecEnv
-
-        yield Contender("multienv", "SubprocessVecEnv(env_fns)", partial(SubprocessVecEnv, env_fns, reports=""))
-        yield Contender("SB3", "SubprocVecEnv(env_fns)", partial(SubprocVecEnv, env_fns, start_method="forkserver"))
-        yield Contender("SB3", "DummyVecEnv(env_fns)", partial(DummyVecEnv, env_fns), is_local=True)
-    if ray is not None:
-        where = "" if ray.address is None else f", ray={ray!r}"
-        yield Contender(
-            "multienv", f"RayVectorEnv(env_fns{where})", partial(RayVectorEnv, env_fns, ray=ray, reports="")
-        )
+    yield Contender("gymnasium", "AsyncVectorEnv(env_fns)", partial(AsyncVectorEnv, env_fns, context="forkserver"))
+    yield Contender("gymnasium", "SyncVectorEnv(env_fns)", partial(SyncVectorEnv, env_fns), is_local=True)
 
 
 def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
@@ -177,11 +157,7 @@ def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
     batch.reset()
     space = batch.action_space
     space.seed(0)
-    if hasattr(batch, "single_action_space"):  # a vector env of gymnasium
-        actions = [space.sample() for _ in range(64)]
-    else:
-        actions = [np.array([space.sample() for _ in range(num_envs)]) for _ in range(64)]
-    turn = itertools.cycle(actions)
+    turn = itertools.cycle([space.sample() for _ in range(64)])
 
     def step_for(seconds: float) -> float:
         began, calls = time.perf_counter(), 0
@@ -193,7 +169,7 @@ def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
     return step_for
 
 
-class Stepper(gymnasium.Wrapper[Any, Any, Any, Any]):
+class BoundEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Steps an env for a given time: the most that a core can do.
 
     Args:
@@ -223,7 +199,7 @@ class Stepper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def _limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Contender:
     """Build an env for each core. The contender steps all of them at the same time, until the stack is closed."""
-    steppers = [partial(Stepper, env_fn, core) for core in cores()]
+    steppers = [partial(BoundEnv, env_fn, core) for core in cores()]
     make = partial(create_subprocess_envs, steppers, restart=RAISE, deadlines=Deadlines(call=60.0), reports="")
     workers = make()
     stack.callback(close_at_once, [worker.close for worker in workers])

@@ -42,7 +42,7 @@ _SAMPLING = 0.02
 _SEARCHING = 0.2
 
 
-class Worker:
+class WorkerView:
     """Looks at one worker.
 
     Args:
@@ -137,7 +137,7 @@ class Worker:
         self._segment.unmap()
 
 
-class Trainer:
+class TrainerView:
     """Looks at a trainer and its workers.
 
     Args:
@@ -160,7 +160,7 @@ class Trainer:
             self._process = psutil.Process(self.pid)
             self.command = " ".join(" ".join(self._process.cmdline()).split())  # of ``python -c``: several lines
             self.rows: list[dict[str, Any]] = []
-            self._workers: dict[int, Worker] = {}  # keys: the inodes of their segments
+            self._workers: dict[int, WorkerView] = {}  # keys: the inodes of their segments
             self._find_workers()
         except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # the process may end at any moment
             raise UsageError(f"There is no process {self.pid}.") from None
@@ -229,7 +229,7 @@ def _segments(pid: int) -> Iterator[tuple[int, Path]]:
                 yield path.stat().st_ino, path
 
 
-def _worker_of(family: dict[int, psutil.Process], path: Path) -> Worker | None:
+def _worker_of(family: dict[int, psutil.Process], path: Path) -> WorkerView | None:
     """Return the worker that a trainer's segment belongs to; ``None``: the worker is not up yet, or has ended.
 
     The segment has the PID of its worker. It counts only if that process is a descendant of the trainer: a trainer in a
@@ -245,7 +245,7 @@ def _worker_of(family: dict[int, psutil.Process], path: Path) -> Worker | None:
         process = family.get(segment.words[PID])
         with contextlib.suppress(OSError, psutil.Error):
             if process is not None:
-                return Worker(process, segment)
+                return WorkerView(process, segment)
         segment.unmap()
     return None
 
@@ -254,7 +254,7 @@ def _the_trainer() -> int:
     """Return the only trainer that this user may look at. Raises UsageError if there is none or more than one."""
     found: dict[int, str] = {}
     for pid in psutil.pids():
-        with contextlib.suppress(UsageError, psutil.Error), contextlib.closing(Trainer(pid)) as trainer:
+        with contextlib.suppress(UsageError, psutil.Error), contextlib.closing(TrainerView(pid)) as trainer:
             found[pid] = trainer.command
     if not found:
         raise UsageError("Found no running trainer with multienv workers that you may look at.")

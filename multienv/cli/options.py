@@ -20,7 +20,7 @@ from rich.status import Status
 from rich.text import Text
 
 from multienv import SubprocessEnv
-from multienv.cli.env_functions import Named, named
+from multienv.cli.env_functions import NamedEnv, named
 from multienv.cli.texts import visible
 from multienv.cli.walking import RAISE, walk
 from multienv.config import Deadlines
@@ -85,7 +85,7 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
     return arguments
 
 
-def working_env(env: str, env_kwargs: str) -> Named:
+def working_env(env: str, env_kwargs: str) -> NamedEnv:
     """Return the function that builds the env. Raises UsageError if the env does not run in a process."""
     found = named(env, **arguments_of(env_kwargs))
     try:
@@ -169,17 +169,12 @@ def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Work]:
         work.finish()
 
 
-def vector_env_code(env: Named, num_envs: int, options: str, *, lists: bool = False) -> str:
-    """Return the lines of Python that make a vector env of the env, with these constructor options.
-
-    With ``lists``: a ``MultiEnv``, for an env that a vector env does not take.
-    """
+def vector_env_code(env: NamedEnv, num_envs: int, options: str) -> str:
+    """Return the lines of Python that make a vector env of the env, with these constructor options."""
     names = [name for name in ("Deadlines", "RestartPolicy") if f"{name}(" in options]
-    makers = ["MultiEnv", "create_subprocess_envs"] if lists else ["SubprocessVectorEnv"]
-    made = f"{makers[-1]}([{env.code}] * {num_envs}{options and ', '}{options})"
     lines = [
         env.imports,
-        f"from multienv import {', '.join(sorted([*names, *makers], key=str.swapcase))}",
-        f"envs = MultiEnv({made})" if lists else f"envs = {made}",
+        f"from multienv import {', '.join([*names, 'SubprocessVectorEnv'])}",
+        f"envs = SubprocessVectorEnv([{env.code}] * {num_envs}{options and ', '}{options})",
     ]
     return "\n".join(lines)

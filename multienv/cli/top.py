@@ -17,7 +17,7 @@ from rich.text import Text
 
 from multienv._engine.reports import store
 from multienv._engine.reports.read import summary_of
-from multienv.cli.onlooker import Trainer
+from multienv.cli.onlooker import TrainerView
 from multienv.cli.options import JsonOption, ReportsOption, plain_console
 from multienv.cli.texts import duration, loss_line
 
@@ -46,7 +46,7 @@ def top(
     multienv top 4711 --once
     """
     directory = store.directory_for(reports)
-    with contextlib.closing(Trainer(pid)) as trainer, contextlib.suppress(KeyboardInterrupt):
+    with contextlib.closing(TrainerView(pid)) as trainer, contextlib.suppress(KeyboardInterrupt):
         if once or as_json or not sys.stdout.isatty():
             trainer.watch(every)
             document = _document(trainer, directory)
@@ -62,7 +62,7 @@ def top(
         print(f"The trainer {trainer.pid} has ended.")
 
 
-def _document(trainer: Trainer, directory: Path | None) -> dict[str, Any]:
+def _document(trainer: TrainerView, directory: Path | None) -> dict[str, Any]:
     """Return everything that is shown, as JSON values."""
     started = trainer.started - 1.0  # an earlier process may have had the same pid
     paths = [path for path in store.listed(directory, trainer.pid) if store.time_of(path) >= started]

@@ -1,15 +1,10 @@
-"""Find out, inside its worker, what an env imports, draws from and has outside, and if its values can be compared."""
+"""Find out, inside its worker, what an env draws from and has outside, and if its values can be compared."""
 
 from __future__ import annotations
 
-import builtins
-import importlib
 import sys
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cloudpickle
 import gymnasium
 
 from multienv._engine.processes.leftovers import open_descriptors
@@ -48,7 +43,7 @@ class Noticed(NamedTuple):
     outside: tuple[Outside, ...] = ()
 
 
-class Watched(gymnasium.Wrapper[Any, Any, Any, Any]):
+class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Compares the generators of the process before and after each reset and step, and looks at what they return.
 
     Args:
@@ -115,56 +110,6 @@ class Watched(gymnasium.Wrapper[Any, Any, Any, Any]):
         known = self._noticed
         drawn_from = tuple(sorted(changed.union(known.drawn_from), reverse=True))
         self._noticed = Noticed(drawn_from, known.incomparable or incomparable)
-
-
-class Imported(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Tells how long the imports of an env took."""
-
-    def __init__(self, env: Any, seconds: dict[str, float]) -> None:
-        super().__init__(env)
-        self._seconds = seconds
-
-    def import_seconds(self) -> dict[str, float]:
-        """Return the seconds that each package took to import, with all that it imports."""
-        return self._seconds
-
-
-def imported(packed: bytes, own: str) -> Imported:
-    """Unpickle ``env_fn``, build an env, and measure the imports meanwhile.
-
-    Args:
-        packed: The function, pickled by cloudpickle.
-        own: The package that the function comes from; what it imports counts, and not the package itself.
-    """
-    known = {name.partition(".")[0] for name in sys.modules} | {own}
-    seconds: dict[str, float] = {}
-    real_import, real_import_module = builtins.__import__, importlib.import_module
-    outer: list[str] = []  # the package that is being measured
-
-    def measured(name: str, call: Callable[[], Any]) -> Any:
-        package = name.partition(".")[0]
-        if outer or not package or package in known:
-            return call()
-        outer.append(package)
-        began = time.perf_counter()
-        try:
-            return call()
-        finally:
-            seconds[package] = seconds.get(package, 0.0) + time.perf_counter() - began
-            outer.clear()
-
-    def import_(name: str, *arguments: Any, **named: Any) -> Any:
-        level = named.get("level", arguments[3] if len(arguments) > 3 else 0)
-        return measured("" if level else name, lambda: real_import(name, *arguments, **named))
-
-    def import_module(name: str, package: str | None = None) -> Any:
-        return measured(name, lambda: real_import_module(name, package))
-
-    builtins.__import__, importlib.import_module = import_, import_module
-    try:
-        return Imported(cloudpickle.loads(packed)(), seconds)
-    finally:
-        builtins.__import__, importlib.import_module = real_import, real_import_module
 
 
 def seeded(env_fn: EnvFn) -> EnvFn:

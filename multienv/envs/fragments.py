@@ -123,7 +123,7 @@ def _fragment_of(values: Any, infos: Mapping[int, Any], resumed: bool = False) -
 
 
 def _of_stacks(of_arrays: Callable[..., Any], of_lists: Callable[..., Any], *stacks: Any) -> Any:
-    """Return what is made of stacks of one structure, in that structure."""
+    """Call a function with the matching leaves of some stacks; return the results in the structure of the stacks."""
     first = stacks[0]
     if isinstance(first, dict):
         return {key: _of_stacks(of_arrays, of_lists, *[stack[key] for stack in stacks]) for key in first}

@@ -35,7 +35,7 @@ CLOSE_PATIENCE = 10.0
 
 
 class Nodes:
-    """Has workers live on the hosts of a fleet: a backend.
+    """Places workers on the hosts of a fleet: a backend.
 
     Args:
         fleet: Whose.
@@ -111,7 +111,7 @@ class RayEnv(SupervisedEnv):
 
 
 def fleet_for(options: Any, envs: int) -> Fleet:
-    """Return a new fleet for so many envs with a process each. Raises UsageError, ClusterError."""
+    """Return a new fleet for this number of envs, each with its own process. Raises UsageError, ClusterError."""
     fleet = Fleet(options, envs)
     fleet.seat_workers(envs)
     return fleet

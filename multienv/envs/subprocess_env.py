@@ -248,8 +248,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
         Raises:
             UsageError: The env has threads, child processes, sockets, pipes, shared memory or a GPU; or the system is
-                not Linux; or the env is a :class:`SerialEnv`; or ``RestartPolicy.max_snapshots`` snapshots exist
-                already. Nothing is lost.
+                not Linux; or the env is a :class:`SerialEnv`; or 1,024 snapshots exist already. Nothing is lost.
         """
         self._calls.settle("snapshot")
         return self._supervisor.snapshot()

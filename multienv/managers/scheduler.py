@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multienv._engine import interrupts
-from multienv._engine.asking.endless import Requests, Result
 from multienv._engine.asking.fanout import FanOut
+from multienv._engine.asking.in_flight import Requests, Result
 from multienv._engine.asking.members import InThread, ask_patiently
 from multienv._engine.asking.stream import OneEach, Stream
 from multienv._engine.cores import spread
@@ -386,7 +386,7 @@ class Scheduler:
 
 
 class _Retries(OneEach):
-    """Has a thread make the resets that are to be tried again if they fail."""
+    """Lets a thread make resets, because a reset that fails is tried again."""
 
     def __init__(self, supervisors: Sequence[Supervisor], config: EnvManagerConfig, closing: Task) -> None:
         super().__init__(len(supervisors))

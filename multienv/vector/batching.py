@@ -31,8 +31,8 @@ Array = np.ndarray[Any, Any]
 Space = spaces.Space[Any]
 Split = Callable[[Any], Sequence[Any]]
 
-# From so many bytes on numpy has the kernel back its new arrays by huge pages. A bytearray has small ones, and each is
-# a page fault: 100 MB took six times as long.
+# From this size on numpy asks for huge pages; a bytearray gets pages of 4 KiB, and a page fault for each: for 100 MB it
+# took six times as long.
 _HUGE = 2**22
 _VIEWS = attrgetter("views")
 _NESTED = (spaces.Dict, spaces.Tuple)
@@ -342,7 +342,7 @@ def check_mask(mask: Any, num_envs: int) -> Array:
 
 
 class Rows:
-    """Puts what all workers answered together.
+    """Puts the answers of all workers together.
 
     Args:
         space: Observation space of one env.

@@ -27,8 +27,8 @@ from multienv._engine.asking.calls import (
     checked_seeds,
     refuse_copy,
 )
-from multienv._engine.asking.endless import Taken
 from multienv._engine.asking.fanout import FanOut, Round
+from multienv._engine.asking.in_flight import ReadyBatch
 from multienv._engine.asking.stream import OwnPace, Stream
 from multienv._engine.building.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
 from multienv._engine.recovery.rollouts import RolloutReply
@@ -496,60 +496,60 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             stream.reader = 0
 
     def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> Some:
-        taken = stream.first(k, at_most, timeout)
-        outcome: Any = self._error_of_some(taken) if taken.errors else self._outcome_of_some(taken)
+        ready = stream.first(k, at_most, timeout)
+        outcome: Any = self._error_of_some(ready) if ready.errors else self._outcome_of_some(ready)
         begun: list[bool] | None = None  # as it was
-        if taken.errors or self._is_disabled or not self._all_begun:
-            begun = self._begun_after(taken)
+        if ready.errors or self._is_disabled or not self._all_begun:
+            begun = self._begun_after(ready)
         stream.call_hooks()
         if begun is not None:
-            self._begun[taken.envs] = begun
+            self._begun[ready.envs] = begun
             self._all_begun = bool(self._begun.all())
         failed = isinstance(outcome, MultienvError)
-        stream.hand_over(taken.envs, taken.members)
+        stream.hand_over(ready.envs, ready.members)
         if failed:
             raise outcome
         return outcome  # type: ignore[no-any-return]
 
-    def _outcome_of_some(self, taken: Taken) -> Any:
+    def _outcome_of_some(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns, or the error that has it, if their infos cannot be merged."""
-        replies = taken.answers
+        replies = ready.answers
         if self._merges and not any(map(_EXTRAS, replies)):
-            return (*rows_of(taken, self._rows), {}, np.array(taken.envs))
+            return (*rows_of(ready, self._rows), {}, np.array(ready.envs))
         return self._with_infos(
             "recv",
-            lambda infos: (*rows_of(taken, self._rows), infos, np.array(taken.envs)),
-            partial(self._merged, taken) if self._merges else partial(infos_of, replies),
+            lambda infos: (*rows_of(ready, self._rows), infos, np.array(ready.envs)),
+            partial(self._merged, ready) if self._merges else partial(infos_of, replies),
             partial(infos_of, replies),
         )
 
-    def _merged(self, taken: Taken) -> dict[str, Any]:
-        if self._infos_of_some.num_envs != len(taken.envs):
-            self._infos_of_some = InfosOfSome(len(taken.envs))
-        return self._infos_of_some.merged(taken.answers)
+    def _merged(self, ready: ReadyBatch) -> dict[str, Any]:
+        if self._infos_of_some.num_envs != len(ready.envs):
+            self._infos_of_some = InfosOfSome(len(ready.envs))
+        return self._infos_of_some.merged(ready.answers)
 
-    def _error_of_some(self, taken: Taken) -> EnvsFailedError:
+    def _error_of_some(self, ready: ReadyBatch) -> EnvsFailedError:
         """Return the error for what has failed, with what the others of these envs returned."""
-        failures = dict(taken.errors)
+        failures = dict(ready.errors)
         if any(type(error) is ClosedError for error in failures.values()):
             self._refuse_closed("recv")
         returned: list[Any] = [None] * self.num_envs
-        for env, reply in zip(taken.envs, taken.answers, strict=True):
+        for env, reply in zip(ready.envs, ready.answers, strict=True):
             if env not in failures:
                 ended = bool(reply.terminated[0]), bool(reply.truncated[0])
                 returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended, infos_of([reply])[0])
         return _collect("recv", failures, returned, *advice_after("recv", self.autoreset_mode, failures))
 
-    def _begun_after(self, taken: Taken) -> list[bool]:
-        """Return for each env whether it has an episode after what has come of its request."""
+    def _begun_after(self, ready: ReadyBatch) -> list[bool]:
+        """Return for each env of a batch whether it has an episode after its answer."""
         begun: list[bool] = []
-        for reply in taken.answers:
+        for reply in ready.answers:
             begun += [False] if reply is None else (~(reply.terminated | reply.truncated)).tolist()
-        for place, env in enumerate(taken.envs):
-            error = taken.errors.get(env)
+        for place, env in enumerate(ready.envs):
+            error = ready.errors.get(env)
             if error is not None:
                 begun[place] = bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(error))
-            elif env in taken.resets or not self._is_disabled:
+            elif env in ready.resets or not self._is_disabled:
                 begun[place] = True
         return begun
 
@@ -921,7 +921,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of these envs; snapshot() returns one.")
         calls = [partial(worker.restore, one) for worker, one in zip(self._workers, snapshot.workers, strict=True)]
         self._each("restore", calls)
-        self._stand(snapshot.begun)
+        self._set_begun(snapshot.begun)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data that can be pickled, to continue bit for bit in another trainer."""
@@ -956,9 +956,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 self._begun[rows] &= rows.start in error.failures
             self._all_begun = bool(self._begun.all())
             raise
-        self._stand(found[1])
+        self._set_begun(found[1])
 
-    def _stand(self, begun: Sequence[bool]) -> None:
+    def _set_begun(self, begun: Sequence[bool]) -> None:
         self._begun[:] = begun
         self._all_begun = bool(self._begun.all())
 
@@ -975,7 +975,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     # --- which call may be made -------------------------------------------------------------------
 
     def _settle(self, name: str) -> None:
-        """See to what an earlier call has left unfinished before ``name`` is called."""
+        """Finish what an earlier call has left unfinished, before ``name`` is called."""
         if self.closed:
             self._refuse_closed(name)
         self._pace.settle(name, self._note)
@@ -1062,5 +1062,5 @@ def _collect(name: str, failures: dict[int, BaseException], results: Sequence[An
 
 
 def _is_unreadable(error: BaseException) -> bool:
-    """Tell whether the env has done what it was asked, and only this process cannot unpickle what came of it."""
+    """Tell whether the env did its work, and only its result cannot be unpickled in this process."""
     return isinstance(error, ResultNotPicklableError) and not error.command  # an error of the worker's has one

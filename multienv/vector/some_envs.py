@@ -1,4 +1,4 @@
-"""Some envs of a batch: what their workers are asked for them, and a batch of what came of it.
+"""``send()`` and ``recv()`` of a batch: requests to the workers of some envs, and a batch of their answers.
 
 ``send`` and ``recv`` are in the manner of EnvPool's asynchronous mode (Weng et al., "EnvPool: A Highly Parallel
 Reinforcement Learning Environment Execution Engine", 2022).
@@ -12,7 +12,7 @@ from typing import Any
 
 from gymnasium.vector import VectorEnv
 
-from multienv._engine.asking.endless import Endless, Requests, Result, Taken, results_of
+from multienv._engine.asking.in_flight import InFlight, ReadyBatch, Requests, Result, results_of
 from multienv._engine.asking.members import StepOfSome
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.infos import Extras, InfoMerger
@@ -73,8 +73,8 @@ class SharedWorkers:
         message = request.content(member)
         return [env for slot, env in enumerate(envs) if message.touches(slot)]
 
-    def results(self, current: Endless) -> dict[int, Result]:
-        """Return what came of the requests that are answered, by env."""
+    def results(self, current: InFlight) -> dict[int, Result]:
+        """Return the result of each request that is answered, by env."""
         found = results_of(current)
         if self.is_shared:
             return {
@@ -89,17 +89,17 @@ class SharedWorkers:
                 found[env] = Result(name, answer, answer.errors[0])
         return found  # not copied: the worker is asked again after the caller has this
 
-    def taken(self, current: Endless) -> Taken | None:
+    def ready_batch(self, current: InFlight) -> ReadyBatch | None:
         """Return all that came, if no env has raised."""
         members, replies = list(current.answers), list(current.answers.values())
         if any(map(_ERRORS, replies)):
             return None
         if not self.is_shared:
-            return Taken(members, replies, members)
-        return Taken([env for member in members for env in self._envs[member]], replies, members)
+            return ReadyBatch(members, replies, members)
+        return ReadyBatch([env for member in members for env in self._envs[member]], replies, members)
 
     def _of_envs(self, member: int, request: Requests, result: Result) -> list[tuple[int, Result]]:
-        """Return what came of a request to a worker, for each env that it concerned."""
+        """Return the result of a request to a worker, for each env that it concerned."""
         touched, start = self.envs(member, request), self._envs[member].start
         if result.error is not None:
             return [(env, result) for env in touched]
@@ -127,11 +127,11 @@ def _one_each(reply: RowsReply, slots: Iterable[int]) -> list[RowsReply]:
     return found
 
 
-def rows_of(taken: Taken, rows: Rows) -> tuple[Any, Array, Array, Array]:
+def rows_of(ready: ReadyBatch, rows: Rows) -> tuple[Any, Array, Array, Array]:
     """Return observations, rewards, terminations and truncations of some envs, in new arrays."""
-    found = rows.some(taken.answers)
-    if taken.resets:
-        steps = [env not in taken.resets for env in taken.envs]
+    found = rows.some(ready.answers)
+    if ready.resets:
+        steps = [env not in ready.resets for env in ready.envs]
         for values in found[1:]:
             values *= steps
     return found

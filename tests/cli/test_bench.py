@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from cli_command import ODD_ENVS, run, run_process
 
 SHORT = ("--seconds", "0.02", "--repeats", "2")
 
 
-def test_layouts_and_peers_are_measured() -> None:
+def test_layouts_and_those_of_gymnasium_are_measured() -> None:
     done = run_process("bench", "CartPole-v1", "--num-envs", "3", *SHORT, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
@@ -34,23 +33,10 @@ def test_layouts_and_peers_are_measured() -> None:
     assert 'gymnasium.make("CartPole-v1")] * 3' in told["code"]
 
 
-@pytest.mark.ci
-def test_against_stable_baselines3() -> None:
-    result = run_process(
-        "bench", "CartPole-v1", "--num-envs", "1", "--seconds", "0.05", "--repeats", "1", "--against", "sb3"
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    for name in ("SubprocessVecEnv(env_fns)", "SubprocVecEnv(env_fns)", "DummyVecEnv(env_fns)"):
-        assert name in result.stdout
-    assert "Recommended:\nimport gymnasium\n" in result.stdout
-    assert "AsyncVectorEnv" not in result.stdout
-
-
 def test_what_cannot_be_measured_is_refused_in_one_line() -> None:
     for arguments, said in {
         (f"{ODD_ENVS}:segfaulting",): "does not work: The env's process was killed by SIGSEGV during step()",
         (f"{ODD_ENVS}:raising",): "does not work: The env raised kit.faults.FaultError: fault at reset 1",
-        ("CartPole-v1", "--against", "baselines"): "choose from gymnasium, sb3",
     }.items():
         result, _ = run("bench", *arguments)
         assert result.exit_code == 2

@@ -23,7 +23,7 @@ from kit import CounterEnv
 from kit.trainer_process import PATH, Trainer
 from multienv import SubprocessEnv
 from multienv.cli import app
-from multienv.cli.onlooker import Trainer as Onlooker
+from multienv.cli.onlooker import TrainerView
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what processes do is read from /proc")
 
@@ -135,7 +135,7 @@ def test_a_killed_worker_comes_back_with_its_loss_in_the_table(trainer: Trainer)
 
 def test_a_worker_that_is_replaced_while_they_are_watched_has_a_row(trainer: Trainer) -> None:
     trainer.expect("ready")
-    with contextlib.closing(Onlooker(trainer.pid)) as onlooker:
+    with contextlib.closing(TrainerView(trainer.pid)) as onlooker:
         onlooker.watch(0.1)
         before = onlooker.rows[0]["pid"]
         os.kill(before, signal.SIGKILL)

@@ -21,6 +21,7 @@ from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.processes.launcher import Launch
+from multienv._engine.recovery import supervisor
 from multienv.errors import ClosedError, UsageError, WorkerLostError
 from multienv.events import Event, Recovery
 
@@ -263,16 +264,16 @@ def test_one_that_has_been_stopped_ends_when_it_is_freed_or_its_env_closed() -> 
         assert becomes_true(lambda: not alive() - before)
 
 
-def test_wrong_calls() -> None:
-    policy = RestartPolicy(max_snapshots=2)
-    with SubprocessEnv(ENDLESS, restart=policy) as env, SubprocessEnv(ENDLESS) as other:
+def test_wrong_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "MOST_SNAPSHOTS", 2)
+    with SubprocessEnv(ENDLESS) as env, SubprocessEnv(ENDLESS) as other:
         token = env.snapshot()
         with pytest.raises(UsageError, match="is no snapshot of this env"):
             other.restore(token)
         with pytest.raises(UsageError, match="is no snapshot of this env"):
             env.restore("token")  # type: ignore[arg-type]
         kept = env.snapshot()
-        with pytest.raises(UsageError, match="max_snapshots"):
+        with pytest.raises(UsageError, match="2 are kept"):
             env.snapshot()
         kept.free()
         env.snapshot()

@@ -948,8 +948,8 @@ MUTANTS = [
         "Of envs at their own pace the result is taken before it is handed over: Ctrl-C in between loses it.",
         8,
         "vector/hosted_vector_env.py",
-        "        taken = stream.first(k, at_most, timeout)\n",
-        "        taken = stream.first(k, at_most, timeout)\n        stream.hand_over(taken.envs, taken.members)\n",
+        "        ready = stream.first(k, at_most, timeout)\n",
+        "        ready = stream.first(k, at_most, timeout)\n        stream.hand_over(ready.envs, ready.members)\n",
         ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
@@ -972,8 +972,8 @@ MUTANTS = [
         "recv() returns all plain answers that have come, whatever at_most says.",
         4,
         "_engine/asking/stream.py",
-        "            if taken is not None and wanted <= len(taken.envs) <= most:\n",
-        "            if taken is not None and wanted <= len(taken.envs):\n",
+        "            if ready is not None and wanted <= len(ready.envs) <= most:\n",
+        "            if ready is not None and wanted <= len(ready.envs):\n",
         OWN_PACE,
     ),
     Mutant(

@@ -25,6 +25,7 @@ from kit.interruption import Interruption
 from kit.side_by_side import info_of
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv._engine.recovery import journal, supervisor
+from multienv._engine.recovery.policy import WINDOW
 from multienv.errors import (
     CallPendingError,
     EnvsFailedError,
@@ -52,7 +53,7 @@ POLICIES = {
     "short journal": RestartPolicy(snapshots=False, journal_limit=600, backoff=0.0),
     "truncate": RestartPolicy(on_crash="truncate", on_timeout="truncate", backoff=0.0),
     "raise": RestartPolicy(on_crash="raise", on_timeout="raise", backoff=0.0),
-    "budget": RestartPolicy(snapshots=False, backoff=0.0, max_restarts=1, window=50.0),
+    "budget": RestartPolicy(snapshots=False, backoff=0.0, max_restarts=1),
     # The envs remember something across resets, which shows after a while, or never.
     "memory": RestartPolicy(snapshot_every=2, backoff=0.0),
     # No episode ends by itself: until the first reset that is asked for nothing but the construction leads back, if a
@@ -621,8 +622,8 @@ class Run:
 
     def _await_budget(self) -> None:
         """Wait until all restarts are allowed again."""
-        self._waited += POLICIES["budget"].window + 1.0
-        self.simulation.now += POLICIES["budget"].window + 1.0
+        self._waited += WINDOW + 1.0
+        self.simulation.now += WINDOW + 1.0
 
     def _is_spent(self, error: Exception) -> bool:
         """Tell whether no restart is left, which only a policy with a small budget allows."""

@@ -29,7 +29,7 @@ import numpy as np
 
 from kit import CounterEnv
 from multienv._engine import cores
-from multienv._engine.asking import endless, fanout, members
+from multienv._engine.asking import fanout, in_flight, members
 from multienv._engine.building import building
 from multienv._engine.processes import launcher
 from multienv._engine.processes.channel import Channel, Fate, Gone
@@ -307,7 +307,7 @@ class Simulation:
         processes = launcher._monitor, launcher._ordered, time.sleep, cores.current_core
         # Threads take their turns: what one worker's recovery shows of an env is known to the next one.
         pools = members.Pool, building.Pool
-        watch, endless.Watch = endless.Watch, partial(SimulatedWatch, self)  # type: ignore[assignment, misc]
+        watch, in_flight.Watch = in_flight.Watch, partial(SimulatedWatch, self)  # type: ignore[assignment, misc]
         members.Pool = building.Pool = OneByOne  # type: ignore[assignment, misc]
         stopwatch = time.perf_counter
         cores.current_core = partial(int, -1)  # workers are asked in their order, wherever this process runs
@@ -316,7 +316,7 @@ class Simulation:
         launcher._monitor = lambda ended=None: self  # type: ignore[assignment, misc]
         launcher._ordered = lambda client, order, shared: order.launch()  # type: ignore[assignment]
         time.sleep = self.sleep  # type: ignore[assignment]
-        for module in (time, fanout, endless, hot_path):
+        for module in (time, fanout, in_flight, hot_path):
             module.monotonic = self.clock  # type: ignore[attr-defined]
         for module in (time, env_group, host, worker_rollouts):
             module.perf_counter = self.clock  # type: ignore[attr-defined]
@@ -326,8 +326,8 @@ class Simulation:
             building.Launch, fanout.wait_any, clock, generator, legacy = kept  # type: ignore[misc]
             launcher._monitor, launcher._ordered, time.sleep, cores.current_core = processes
             members.Pool, building.Pool = pools  # type: ignore[misc]
-            endless.Watch = watch  # type: ignore[misc]
-            for module in (time, fanout, endless, hot_path):
+            in_flight.Watch = watch  # type: ignore[misc]
+            for module in (time, fanout, in_flight, hot_path):
                 module.monotonic = clock  # type: ignore[attr-defined]
             for module in (time, env_group, host, worker_rollouts):
                 module.perf_counter = stopwatch  # type: ignore[attr-defined]

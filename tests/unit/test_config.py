@@ -23,12 +23,11 @@ from multienv.errors import UsageError
 NOT_SECONDS = [math.nan, math.inf, -1.0, True, "1", 1j, [1.0], object(), 2e15, 10**400]
 NOT_COUNTS = [True, 1.0, math.nan, "1", -1]
 DEADLINES = [field.name for field in dataclasses.fields(Deadlines)]
-COUNTS = ("max_restarts", "journal_limit", "max_snapshots")
-LIMITS = ("recycle_after_steps", "recycle_after_episodes", "recycle_after", "max_rss")
+COUNTS = ("max_restarts", "journal_limit")
+LIMITS = ("recycle_after_steps", "recycle_after_episodes", "max_rss")
 ON_LOSS = "'replay', 'truncate', 'raise'"
 WRONG: dict[str, list[Any]] = {
-    **{name: [*NOT_SECONDS, None] for name in ("backoff", "max_backoff", "replay_limit")},
-    "window": [*NOT_SECONDS, None, 0],
+    **{name: [*NOT_SECONDS, None] for name in ("backoff", "replay_limit")},
     **{name: ["Replay", "", None, True, ["replay"]] for name in ("on_crash", "on_timeout")},
     "on_error": ["replay", "retry", None],
     **{name: [*NOT_COUNTS, None] for name in COUNTS},
@@ -37,8 +36,7 @@ WRONG: dict[str, list[Any]] = {
     "max_rss": [0, -1, math.nan, "2GiB", True, 100, 2_000, 2_000_000],  # MiB and KiB
 }
 RIGHT: dict[str, list[Any]] = {
-    **{name: [0, 1.5, np.float32(1)] for name in ("backoff", "max_backoff", "replay_limit")},
-    "window": [0.1],
+    **{name: [0, 1.5, np.float32(1)] for name in ("backoff", "replay_limit")},
     "on_crash": ["replay", "truncate", "raise"],
     "on_error": ["truncate", "raise"],
     **{name: [0, np.int64(5)] for name in COUNTS},

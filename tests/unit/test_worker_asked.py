@@ -17,7 +17,7 @@ from kit.own_process import Forks
 from multienv._engine.native import native
 from multienv._engine.wire.segment import ASKED, BUSY, PID, SLOT, Segment
 from multienv._engine.worker import asked as module
-from multienv._engine.worker.asked import Asked
+from multienv._engine.worker.asked import AskedOutside
 from multienv._engine.worker.census import OBSTACLES
 
 
@@ -63,7 +63,7 @@ def hear(do: str, path: str, way: str, busy: int = 7, slot: int = 1) -> tuple[in
         module.native = None
     words = Segment(-1).words
     words[PID] = os.getpid()
-    asked = Asked(words)
+    asked = AskedOutside(words)
     words[BUSY], words[SLOT] = busy, slot
     NOTED[do][0](Path(path))
     words[BUSY] = words[SLOT] = 0

@@ -180,7 +180,7 @@ class Calls:
         self._fan.settle(name)
 
     def _outcome(self, current: Round, make: Callable[[Any, bool], Any] | None = None) -> Any:
-        """Return the answer of a call, or what is made of it, or raise its error; the call is finished then."""
+        """Finish a call: return its answer, or what ``make`` returns for it, or raise its error."""
         for error in current.failures.values():
             self._fan.finish()
             raise error

@@ -2,7 +2,7 @@
 
 A *round* is one request to each of several members (``members.py``): a step of all envs, say. All requests are sent
 before the first answer is awaited. While one worker is waited for, all others are watched, so that a thread can recover
-one whose process ends or is overdue. Envs that do not move in step are asked in another kind of round: ``endless.py``.
+one whose process ends or is overdue. Envs that do not move in step are asked another way: ``in_flight.py``.
 
 **Ctrl-C.** KeyboardInterrupt is raised only where it does no harm: see ``interrupts.py``. Other signal handlers may
 raise anywhere. A round that was broken off before all its requests were published was never made: the next call takes
@@ -44,7 +44,7 @@ def resumed(transition: Any) -> Any:
 
 
 class Round:
-    """Holds one request to several members, and what has come of it so far.
+    """Holds one request to each of several members, and the answers and failures so far.
 
     Args:
         name: What the caller called: ``"step"``, ``"reset"``, …
@@ -120,7 +120,7 @@ class Round:
         return self.name, self.requests[member]
 
     def take_back(self) -> bool:
-        """Return that it was never made."""
+        """Return True: nothing of this round remains."""
         return True
 
     def leave_to_thread(self, member: int) -> None:
@@ -328,11 +328,11 @@ class FanOut:
         self.finish()
 
     def finish(self) -> None:
-        """Call the hooks with what happened meanwhile; note in the last line that the outcome is handed over.
+        """Call the hooks with the events of the call, then mark its outcome as delivered.
 
-        Ctrl-C that came in the call is raised before that, and the next call has the outcome; so is what a hook raises.
-        What the caller does between this and its ``return`` must not call anything: what another signal handler raises
-        there would lose the outcome.
+        Ctrl-C that came in the call is raised before that, and the next call has the outcome; so it is if a hook
+        raises. Between this call and its ``return`` the caller must not call anything: an exception of another signal
+        handler would lose the outcome there.
         """
         if any(self.members.events):
             current, self.members.asked = self.members.asked, None  # for a hook that uses the envs all the same
@@ -346,7 +346,7 @@ class FanOut:
         self.members.asked, self._owner = None, {}
 
     def forget(self) -> Any:
-        """Return the unfinished round, and be done with it whatever has become of it: the envs are closed."""
+        """Return the unfinished round, and forget it without an outcome: the envs are closed."""
         current = self.members.asked
         self.members.asked, self._owner = None, {}
         return current

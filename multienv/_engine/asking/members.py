@@ -2,7 +2,7 @@
 
 A *member* is a supervised worker, or a function that blocks (an env without two halves). A round holds what members are
 asked, and what has come of it: a step of all of them (``fanout.py``), or what is asked of each at its own pace
-(``endless.py``). A member whose process must be killed or recovered, and a member that blocks, gets a thread of the
+(``in_flight.py``). A member whose process must be killed or recovered, and a member that blocks, gets a thread of the
 executor meanwhile.
 """
 
@@ -73,7 +73,7 @@ class InThread(NamedTuple):
 
 
 class AnyRound(Protocol):
-    """Holds what members are asked, and what has come of it.
+    """Holds requests to members, and the answers and failures so far.
 
     Attributes:
         waits: Asked and answered in one call of the caller's; else in two halves.
@@ -142,7 +142,7 @@ class Members:
         blocking: The functions of the others.
         me: A reference to the owner, by which a supervisor knows who has asked it last.
         asked: What they are asked, until the outcome has been handed to the caller.
-        bell: Of all endless rounds, once there is one: what a handler raises in a finalizer is swallowed.
+        bell: Of all rounds in flight, once there is one: what a handler raises in a finalizer is swallowed.
         reporters: Of the supervisors.
         events: What their hooks are to be called with.
         recovers_here: There is one member alone: nobody has to wait while a call recovers it.

@@ -5,7 +5,7 @@ that is ready (``Stream.ready``) until the caller takes it. A worker that is fre
 been given a request, and its others are left alone.
 
 Most often all that has come is plain answers to steps, and the caller gets all of them at once. Then they are not noted
-as ready: they stay in the round (``Endless.answers``) until they are handed over. This saves a third of the time.
+as ready: they stay in the round (``InFlight.answers``) until they are handed over. This saves a third of the time.
 
 **Ctrl-C.** What is given is noted first, and asked from there; what is ready is noted in one go; the owner hands it
 over with the last store before it returns. So an interrupted call has given all or nothing, and has taken all or
@@ -26,8 +26,8 @@ from time import monotonic
 from typing import Any, NoReturn, Protocol
 
 from multienv._engine import interrupts
-from multienv._engine.asking.endless import Endless, Requests, Result, Taken, results_of
 from multienv._engine.asking.fanout import FanOut, Round
+from multienv._engine.asking.in_flight import InFlight, ReadyBatch, Requests, Result, results_of
 from multienv._engine.threads import Bell
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
@@ -51,15 +51,15 @@ class Sharing(Protocol):
     def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the envs of a member that a request concerns."""
 
-    def results(self, current: Endless) -> dict[int, Result]:
+    def results(self, current: InFlight) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env; no later request changes it."""
 
-    def taken(self, current: Endless) -> Taken | None:
+    def ready_batch(self, current: InFlight) -> ReadyBatch | None:
         """Return all that came, if it can be handed over as it is; it is plain answers to steps of whole members."""
 
 
 class OneEach:
-    """Has each member be one env.
+    """Says that each member is one env.
 
     Args:
         count: Number of envs.
@@ -82,18 +82,18 @@ class OneEach:
         """Return the env."""
         return (member,)
 
-    def results(self, current: Endless) -> dict[int, Result]:
+    def results(self, current: InFlight) -> dict[int, Result]:
         """Return what came of the requests that are answered."""
         return results_of(current)
 
-    def taken(self, current: Endless) -> Taken:
+    def ready_batch(self, current: InFlight) -> ReadyBatch:
         """Return all that came."""
         members = list(current.answers)
-        return Taken(members, list(current.answers.values()), members)
+        return ReadyBatch(members, list(current.answers.values()), members)
 
 
 class Stream:
-    """Gives requests to envs, and holds what came of them, in the order in which it came.
+    """Gives requests to envs, and holds their results in the order in which they come.
 
     A call costs hardly more if there are more envs: it goes over those that it is about.
 
@@ -126,14 +126,14 @@ class Stream:
 
     @property
     def given(self) -> Mapping[int, Requests]:
-        """Return the requests that nothing has come of yet, by env."""
+        """Return the requests without a result so far, by env."""
         if self.decided is not None:
             self._carry_out()
         return self._given
 
     @property
     def ready(self) -> Mapping[int, Result]:
-        """Return what has come and is not handed over, by env, in the order in which it came."""
+        """Return the results that were not delivered yet, by env, in the order in which they came."""
         self._carry_out()
         return self._ready
 
@@ -172,7 +172,7 @@ class Stream:
             self._round().take(self._fan.members, until)
             self._note()
 
-    def first(self, count: int | None, at_most: int | None, timeout: float | None) -> Taken:
+    def first(self, count: int | None, at_most: int | None, timeout: float | None) -> ReadyBatch:
         """Wait until so many envs are ready, and return the results of those that were ready first.
 
         The results stay here until :meth:`hand_over`.
@@ -183,7 +183,7 @@ class Stream:
             timeout: Seconds to wait; ``None``: for ever. Then fewer are returned, unless none is ready.
 
         Raises:
-            UsageError: The results of so many cannot come.
+            UsageError: Fewer results than ``count`` can come.
             WaitTimeout: None is ready in time; nothing is lost.
         """
         if not (type(count) is type(at_most) is int and 0 < count <= at_most):
@@ -201,9 +201,9 @@ class Stream:
             raise UsageError(f"recv(): the results of {coming} envs can come. Ask for 1 to {coming} of them.")
         most = wanted if at_most is None else at_most
         if len(self._ready) < most:
-            taken = self._look(wanted, most)
-            if taken is not None:
-                return taken
+            ready = self._look(wanted, most)
+            if ready is not None:
+                return ready
         while len(self._ready) < wanted:
             if monotonic() >= until:
                 if self._ready:
@@ -217,17 +217,17 @@ class Stream:
         results = [self._ready[env] for env in envs]
         resets = {env for env, one in zip(envs, results, strict=True) if one.name == "reset"}
         errors = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
-        return Taken(envs, [one.answer for one in results], (), resets, errors)
+        return ReadyBatch(envs, [one.answer for one in results], (), resets, errors)
 
-    def _look(self, wanted: int, most: int) -> Taken | None:
+    def _look(self, wanted: int, most: int) -> ReadyBatch | None:
         """Take what has come, without a wait. Return it if it is plain and all that the caller gets; else note it."""
         current = self._round()
         is_first = not (self._ready or current.answers)
         is_plain = current.take(self._fan.members, -inf)
         if is_first and is_plain and current.answers:
-            taken = self._sharing.taken(current)
-            if taken is not None and wanted <= len(taken.envs) <= most:
-                return taken
+            ready = self._sharing.ready_batch(current)
+            if ready is not None and wanted <= len(ready.envs) <= most:
+                return ready
         self._note()
         return None
 
@@ -274,9 +274,9 @@ class Stream:
         )
 
     def hand_over(self, envs: Collection[int], members: Collection[int] = ()) -> None:
-        """Give these envs, of which all is done, back to the caller: nothing may come after it but the return.
+        """Mark these envs as delivered. Must be the last statement before ``return``.
 
-        Ctrl-C that came in the call is raised before that. ``members``: see :class:`Taken`.
+        Ctrl-C that came in the call is raised before. ``members``: see :class:`ReadyBatch`.
         """
         decided = self.handing_over(envs, members)
         if interrupts.noted is not None:
@@ -284,7 +284,7 @@ class Stream:
         self.decided = decided
 
     def handing_over(self, envs: Collection[int], members: Collection[int] = ()) -> Callable[[Stream], None]:
-        """Return what gives these envs back to the caller once it is ``decided``."""
+        """Return the change that marks these envs as delivered; store it in ``decided``."""
         self.count_seconds()
         return partial(Stream._note_handed_over, envs=envs, members=members)
 
@@ -342,7 +342,7 @@ class Stream:
         for env in envs:
             held.pop(env, None)
         current = self._fan.members.asked
-        if members and isinstance(current, Endless):
+        if members and isinstance(current, InFlight):
             current.forget(members)
 
     # --- members ------------------------------------------------------------------------------------
@@ -389,9 +389,9 @@ class Stream:
         self._carry_out()
         return True
 
-    def _round(self) -> Endless:
+    def _round(self) -> InFlight:
         current = self._fan.unfinished
-        if not isinstance(current, Endless) or current is not self._current():
+        if not isinstance(current, InFlight) or current is not self._current():
             if self._fan.members.bell is None:
                 raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
             raise CallPendingError(
@@ -401,13 +401,13 @@ class Stream:
             )
         return current
 
-    def _begun(self) -> Endless:
-        """Return the endless round; it goes on with a call in two halves that is pending."""
+    def _begun(self) -> InFlight:
+        """Return the round in flight; it goes on with a call in two halves that is pending."""
         members, pending = self._fan.members, self._fan.unfinished
-        if isinstance(pending, Endless):
+        if isinstance(pending, InFlight):
             return pending
         members.bell = members.bell or Bell()
-        current = members.asked = Endless(members.bell, pending, members.nothing)
+        current = members.asked = InFlight(members.bell, pending, members.nothing)
         return current
 
 
@@ -470,7 +470,7 @@ class OwnPace:
     def settle_stream(self, name: str) -> None:
         """Give all envs back to the caller."""
         current = self._fan.unfinished
-        if isinstance(current, Endless):
+        if isinstance(current, InFlight):
             stream = self.stream or Stream(self._fan, self._sharing)
             stream.end(name)
             self._seconds, self.stream = self._with_those_of(stream), None

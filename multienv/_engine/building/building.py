@@ -74,7 +74,7 @@ class Backend(Protocol):
 
 
 class Processes:
-    """Has workers live in processes beside the trainer.
+    """Places workers in processes beside the trainer: a backend.
 
     Args:
         context, native_threads: See :class:`WorkerOptions`.
@@ -286,7 +286,7 @@ class Workers:
         if restart.recycle_after_episodes is not None and len(env_fns) > 1:
             raise UsageError(
                 "RestartPolicy.recycle_after_episodes: the episodes of the envs that share a process end one by one; "
-                "give envs_per_worker=1, or recycle_after_steps, recycle_after or max_rss."
+                "give envs_per_worker=1, or recycle_after_steps or max_rss."
             )
         title = "multienv env" if index is None else f"multienv env {index}"
         if index is not None and len(env_fns) > 1:

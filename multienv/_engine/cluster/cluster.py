@@ -295,7 +295,7 @@ def refuse_if_disconnected(ray: Any) -> None:
         raise ClusterError("This process is not connected to its Ray cluster any more: ray.shutdown() was called.")
 
 
-class Watch:
+class HeadWatch:
     """Asks the head something now and then, in a thread of its own, because Ray blocks while its head is gone.
 
     Args:

@@ -37,7 +37,7 @@ _ITS_END = 0
 _LATE = 1.0
 
 
-class Host(Protocol):
+class RemoteHost(Protocol):
     """A relay, as the courier sees it."""
 
     name: str  # where it is, for messages
@@ -68,7 +68,7 @@ class Courier:
 
     def __init__(
         self,
-        connect: Callable[[Callable[[], bool]], Host],
+        connect: Callable[[Callable[[], bool]], RemoteHost],
         trouble: Callable[[], str] = str,
         *,
         suspect_after: float,
@@ -78,7 +78,7 @@ class Courier:
         self.error: Exception | None = None
         self._connect, self._trouble = connect, trouble
         self._suspect_after = suspect_after
-        self._host: Host | None = None
+        self._host: RemoteHost | None = None
         self._names = itertools.count(1)
         self._channels: weakref.WeakValueDictionary[int, RelayChannel] = weakref.WeakValueDictionary()
         self._outbox: deque[Frame] = deque()
@@ -158,7 +158,7 @@ class Courier:
             Gone, "died", pid=channel.pid, detail=f"its host on {self.name} is lost ({self.lost.rstrip('.')})"
         )
 
-    def _look(self, host: Host) -> None:
+    def _look(self, host: RemoteHost) -> None:
         """Hear what has come, send what there is, and wait for more."""
         self._bell.silence()
         while self._ended:
@@ -171,7 +171,7 @@ class Courier:
             poller.register(self._bell.descriptor, select.POLLIN)
             poller.poll(HOLD * 1000)
 
-    def _send(self, host: Host, now: float) -> None:
+    def _send(self, host: RemoteHost, now: float) -> None:
         """Make a call with all frames that lie in the outbox, or one that only waits for answers."""
         given: list[Frame] = []
         while self._outbox and len(self._calls) < _CALLS:

@@ -20,7 +20,7 @@ from functools import partial
 from multienv._engine import interrupts
 from multienv._engine.cluster import frames
 from multienv._engine.cluster.channel import RelayChannel
-from multienv._engine.cluster.cluster import AGAIN, WATCH_EVERY, Cluster, Node, RayHost, Watch, in_order
+from multienv._engine.cluster.cluster import AGAIN, WATCH_EVERY, Cluster, HeadWatch, Node, RayHost, in_order
 from multienv._engine.cluster.courier import Courier
 from multienv._engine.processes.worker_process import run_uninterrupted
 from multienv._engine.threads import Task
@@ -118,7 +118,7 @@ class Fleet:
             raise
         self.cores = sum(seat.cpus for seat in self._seats)
         self._dealt = self._seats  # the seat of each worker
-        self._watch = Watch(self.cluster, self._ending.run)
+        self._watch = HeadWatch(self.cluster, self._ending.run)
 
     def _plan(self, envs: int) -> list[Seat]:
         options = self.options

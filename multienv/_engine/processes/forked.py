@@ -13,7 +13,7 @@ from typing import NoReturn
 from multienv._engine.processes.leftovers import open_descriptors
 from multienv._engine.processes.protocol import Order
 from multienv._engine.worker import main as worker_main
-from multienv._engine.worker.ends import MARK_VARIABLE, Ends, mark_of
+from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors, mark_of
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -55,7 +55,7 @@ def become_worker(
     """Turn a child of the monitor into a worker, and run.
 
     Args:
-        descriptors: The worker's, in the order in which `Ends.of` takes them, then its stderr.
+        descriptors: The worker's, in the order in which `WorkerDescriptors.of` takes them, then its stderr.
         order: What the trainer wants.
         monitor: The pid of the monitor.
         folder: For temporary files; ``""``: the trainer's.
@@ -69,7 +69,7 @@ def become_worker(
         if folder:
             os.environ["TMPDIR"] = folder
         if not order.fresh:
-            worker_main.main(Ends.of(*ends), order.title)
+            worker_main.main(WorkerDescriptors.of(*ends), order.title)
         for name in thread_variables:
             os.environ.pop(name, None)
             if order.native_threads:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from multienv._engine.worker.ends import MARK_VARIABLE
+from multienv._engine.worker.descriptors import MARK_VARIABLE
 
 # Seconds given to a resource tracker once all that it serves have ended. It takes milliseconds; but some seconds where
 # thirty processes want the cores, and a name that it has not unlinked by then stays until the next boot.

@@ -64,7 +64,7 @@ from multienv._engine.processes.protocol import (
 from multienv._engine.processes.template import Template
 from multienv._engine.worker import main as worker_main
 from multienv._engine.worker import source_files
-from multienv._engine.worker.ends import mark_of
+from multienv._engine.worker.descriptors import mark_of
 from multienv._engine.worker.snapshots import ANNOUNCEMENT, WAKING
 
 STDERR_TAIL = 4096
@@ -94,8 +94,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A forked copy of a worker, frozen; see ``worker.snapshots``."""
+class FrozenCopy:
+    """Holds a snapshot: a forked copy of a worker, frozen; see ``worker.snapshots``."""
 
     pid: int
     number: int  # of the last request executed in it
@@ -110,8 +110,8 @@ class Snapshot:
 
 
 @dataclass(eq=False, slots=True)
-class Worker:
-    """A worker and the monitor's ends of what connects them."""
+class MonitoredWorker:
+    """Holds a worker, and the monitor's ends of its sockets and pipes."""
 
     pid: int
     folder: str  # for temporary files; a woken snapshot goes on with that of the worker it was taken from
@@ -119,7 +119,7 @@ class Worker:
     stderr: int
     stack: int
     announcements: socket.socket
-    snapshot: Snapshot | None = None
+    snapshot: FrozenCopy | None = None
     # When to send which signals; the last entry: when the worker counts as ended although it has not been reaped.
     kills: list[tuple[float, signal.Signals | None]] = field(default_factory=list)
     stack_due: float = float("inf")  # when a stack that was asked for is sent, whole or not
@@ -171,9 +171,9 @@ class Monitor:
         self._trainer = os.getppid()
         self._spawn_command = spawn_command
         self._thread_variables = thread_variables
-        self._workers: dict[int, Worker] = {}  # by pid; alive
-        self._bereaved: set[Worker] = set()  # dead, with a snapshot that the trainer may wake
-        self._kept: dict[int, Snapshot] = {}  # by token
+        self._workers: dict[int, MonitoredWorker] = {}  # by pid; alive
+        self._bereaved: set[MonitoredWorker] = set()  # dead, with a snapshot that the trainer may wake
+        self._kept: dict[int, FrozenCopy] = {}  # by token
         self._templates: dict[int, Template] = {}  # by token; what a launch with this token is forked from
         self._freed: set[int] = set()  # tokens of those that were not there to be freed: they may be announced later
         self._selector = selectors.DefaultSelector()
@@ -303,13 +303,13 @@ class Monitor:
         else:
             snapshot.end()
 
-    def _take_kept(self, token: int) -> Snapshot | None:
+    def _take_kept(self, token: int) -> FrozenCopy | None:
         """Remove and return the snapshot kept under this token, after reading all announcements that wait."""
         for worker in self._workers.values():
             self._hear(worker)
         return self._kept.pop(token, None)
 
-    def _take_order_of(self, worker: Worker) -> None:
+    def _take_order_of(self, worker: MonitoredWorker) -> None:
         """Carry out an order for one worker; if its socket has ended, the trainer has released it: end the worker."""
         try:
             received = Order.receive(worker.fate)
@@ -476,7 +476,7 @@ class Monitor:
 
     # --- snapshots ----------------------------------------------------------------------------
 
-    def _wake(self, snapshot: Snapshot | None, descriptors: list[int]) -> None:
+    def _wake(self, snapshot: FrozenCopy | None, descriptors: list[int]) -> None:
         """Wake a snapshot, which becomes a worker."""
         try:
             lines = Lines.make(descriptors)
@@ -507,7 +507,7 @@ class Monitor:
         self._on_readable(worker.fate.fileno(), lambda: self._take_order_of(worker))
         self._on_readable(worker.announcements.fileno(), lambda: self._hear(worker))
 
-    def _hear(self, worker: Worker) -> None:
+    def _hear(self, worker: MonitoredWorker) -> None:
         """Read the announcements of all snapshots that the worker has taken so far."""
         while worker.announcements.fileno() >= 0:
             try:
@@ -524,7 +524,7 @@ class Monitor:
             pid, number, token = ANNOUNCEMENT.unpack(data)
             monitor = os.getpid()
             self._launches[mark_of(monitor, pid)] = self._launches[mark_of(monitor, worker.pid)]
-            snapshot = Snapshot(pid, number, socket.socket(fileno=descriptors[0]), worker.folder)
+            snapshot = FrozenCopy(pid, number, socket.socket(fileno=descriptors[0]), worker.folder)
             if token in self._freed:
                 snapshot.end()
             elif token:
@@ -571,7 +571,7 @@ class Monitor:
         self._unlink_names()
         self._remove_folders()
 
-    def _finish(self, worker: Worker, code: int | None) -> None:
+    def _finish(self, worker: MonitoredWorker, code: int | None) -> None:
         """Tell the trainer how a worker ended, and close the worker's descriptors; keep the snapshot it may leave."""
         del self._workers[worker.pid]
         for descriptor in (worker.stderr, worker.stack):
@@ -593,7 +593,7 @@ class Monitor:
         else:
             self._bereaved.add(worker)
 
-    def _forsake(self, worker: Worker) -> None:
+    def _forsake(self, worker: MonitoredWorker) -> None:
         """Forget a dead worker: close its socket and end its snapshot."""
         self._bereaved.discard(worker)
         self._forget(worker.fate.fileno())
@@ -628,7 +628,7 @@ class Monitor:
 
     # --- what a worker writes -----------------------------------------------------------------
 
-    def _forward_stderr(self, worker: Worker) -> None:
+    def _forward_stderr(self, worker: MonitoredWorker) -> None:
         data = drain(worker.stderr)
         if not data:
             self._forget(worker.stderr)
@@ -646,7 +646,7 @@ class Monitor:
         if rest:
             self._stderr_patience = 0.0
 
-    def _collect_stack(self, worker: Worker) -> None:
+    def _collect_stack(self, worker: MonitoredWorker) -> None:
         data = drain(worker.stack)
         if not data:
             self._forget(worker.stack)
@@ -685,7 +685,7 @@ class Monitor:
 
 
 class Lines(NamedTuple):
-    """Both ends of what connects a worker: three came from the trainer, the others are the monitor's."""
+    """Holds both ends of a worker's sockets and pipes: three came from the trainer, the monitor made the others."""
 
     fate: int
     wake_socket: int
@@ -713,16 +713,16 @@ class Lines(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int, int, int]:
-        """Return the worker's descriptors, in the order in which `Ends.of` takes them."""
+        """Return the worker's descriptors, in the order in which `WorkerDescriptors.of` takes them."""
         return self.wake_socket, self.memory, self.stack_write, self.announcements_write
 
-    def keep(self, pid: int, folder: str) -> Worker:
-        """Close the worker's ends; return a `Worker` that holds the monitor's ends."""
+    def keep(self, pid: int, folder: str) -> MonitoredWorker:
+        """Close the worker's ends; return a `MonitoredWorker` that holds the monitor's ends."""
         close_all([*self.ends, self.stderr_write])
         fate, announcements = socket.socket(fileno=self.fate), socket.socket(fileno=self.announcements)
         fate.setblocking(False)
         announcements.setblocking(False)
-        return Worker(pid, folder, fate, self.stderr_read, self.stack_read, announcements)
+        return MonitoredWorker(pid, folder, fate, self.stderr_read, self.stack_read, announcements)
 
 
 def refuse_incomplete(descriptors: list[int]) -> None:

@@ -78,7 +78,7 @@ class Template:
         close_all(descriptors)
 
     def begin(self) -> None:
-        """Fork the process from the monitor, this process; it imports, and tells what came of it. Raises OSError."""
+        """Fork the process from the monitor; it imports, and then says whether it can be forked. Raises OSError."""
         monitor = os.getpid()
         ours, theirs = socket.socketpair()
         try:
@@ -97,7 +97,7 @@ class Template:
         return -1 if self._channel is None else self._channel.fileno()
 
     def hear(self) -> None:
-        """Read what came of the imports."""
+        """Read whether the imports are done, and what speaks against a fork."""
         with contextlib.suppress(OSError):
             assert self._channel is not None
             self._told = self._channel.recv(_MOST_TEXT, socket.MSG_DONTWAIT)
@@ -172,7 +172,7 @@ def _words(code: int) -> str:
 def _serve(
     channel: socket.socket, monitor: int, imports: bytes, left_out: AbstractSet[str], folder: str, own_folder: str
 ) -> NoReturn:
-    """Import, tell the monitor what came of it, then fork a worker for each order."""
+    """Import, tell the monitor whether that was all right, then fork a worker for each order."""
     try:
         part_from_monitor(monitor, [channel.fileno()])
         worker_main.set_title("multienv preload")

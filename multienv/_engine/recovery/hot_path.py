@@ -109,7 +109,7 @@ def buffers_of(supervisor: Any, channel: Channel, codec: Codec) -> Any:
 
 
 def _native_buffers(supervisor: Any, channel: Channel, codec: Codec) -> Any:
-    """Return the same for native code: in one object what lies, for the reference, in many."""
+    """Return the native counterpart: one ``Hot`` object with everything that the C loops read."""
     segment, position = channel.segment, supervisor.position
     shown: list[Any] = [*codec.shown(segment)]
     infos = None if codec.exact else [NumberInfos(NO_COLUMNS, b"") for _ in shown]

@@ -109,7 +109,7 @@ class LossRecovery:
         loss = self.loss
         assert loss is not None
         if instruction is Instruction.RAISE_BUDGET:
-            text = f"Its RestartPolicy allows {policy.max_restarts} restarts in {policy.window:g} s; they are spent."
+            text = f"Its RestartPolicy allows {policy.max_restarts} restarts in an hour; they are spent."
             return reporter.lost_error(loss, text, RestartBudgetExceeded)
         if instruction is Instruction.RAISE_POISON:
             sometimes("a reset or a call ends process after process")

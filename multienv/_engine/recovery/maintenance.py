@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -40,7 +39,7 @@ class Maintenance:
 
     def __init__(self, policy: RestartPolicy, position: Position, *, resets_itself: bool = False) -> None:
         self._policy, self._position, self._resets_itself = policy, position, resets_itself
-        self.recycling = Recycling(policy, time.monotonic)
+        self.recycling = Recycling(policy)
         self.is_due = False
         self.recycling_due = ""
         self.needs_rebuild: frozenset[int] = frozenset()

@@ -10,6 +10,14 @@ from dataclasses import dataclass
 from multienv.config import RestartPolicy
 from multienv.events import RecoveryMethod
 
+# Seconds in which restarts are counted, see RestartPolicy.max_restarts.
+WINDOW = 3600.0
+# Seconds of the longest wait before a restart, however often it has failed.
+LONGEST_BACKOFF = 10.0
+# Snapshots from snapshot() that a worker may keep at a time. Each is a frozen process, so a loop that forgets to free
+# them would take all processes of the user.
+MOST_SNAPSHOTS = 1024
+
 
 @dataclass(slots=True)
 class RecoveryProgress:
@@ -47,7 +55,7 @@ class RecoveryProgress:
 
 
 class RestartBudget:
-    """Restarts of one worker within a window, with exponential back-off while they make no progress.
+    """Restarts of one worker within an hour, with exponential back-off while they make no progress.
 
     The first restart after progress is immediate; each further one waits twice as long as the last, between half
     and the whole of that.
@@ -71,7 +79,7 @@ class RestartBudget:
             now: The clock, seconds.
             answered: Any count that grows when the worker answers its caller.
         """
-        while self._restarts and self._restarts[0] <= now - self._policy.window:
+        while self._restarts and self._restarts[0] <= now - WINDOW:
             self._restarts.popleft()
         if len(self._restarts) >= self._policy.max_restarts:
             return None
@@ -85,7 +93,7 @@ class RestartBudget:
     def _delay(self, in_a_row: int) -> float:
         if in_a_row == 0 or not self._policy.backoff:
             return 0.0
-        full = min(self._policy.max_backoff, self._policy.backoff * 2.0 ** min(in_a_row - 1, 60))
+        full = min(LONGEST_BACKOFF, self._policy.backoff * 2.0 ** min(in_a_row - 1, 60))
         return full * (0.5 + self._dice() / 2)
 
 
@@ -94,22 +102,19 @@ class Recycling:
 
     Args:
         policy: The limits.
-        clock: Tells seconds.
 
     Attributes:
         wanted: The policy has such limits at all.
     """
 
-    def __init__(self, policy: RestartPolicy, clock: Callable[[], float]) -> None:
+    def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
-        self._clock = clock
         self.wanted = policy.recycles
         self.begin(0, 0)
 
     def begin(self, steps: int, episodes: int, replayed: int = 0) -> None:
         """Note that a new process takes over: after so many steps, ended episodes, and requests of a replay."""
-        self._steps, self._episodes, self._began = steps, episodes, self._clock()
-        self._replayed = replayed
+        self._steps, self._episodes, self._replayed = steps, episodes, replayed
         self._again_at = self._waited = 0
 
     def put_off(self, episodes: int, least: int) -> None:
@@ -142,8 +147,6 @@ class Recycling:
         most = policy.recycle_after_episodes
         if most is not None and episodes - self._episodes >= most and is_over:
             return f"after {episodes - self._episodes} episodes"
-        if policy.recycle_after is not None and self._clock() - self._began >= policy.recycle_after:
-            return f"after {self._clock() - self._began:.0f} s"
         # A replay of all that the process has done would leak as much once more. A replay goes back two episodes; where
         # it alone takes that much, the process would be replaced all the time.
         gains = is_over or (episodes - self._episodes >= 2 * slots and steps - self._steps >= self._replayed)

@@ -20,7 +20,7 @@ from multienv._engine import interrupts
 from multienv._engine.processes.channel import Channel, Gone
 from multienv._engine.recovery.code import BatchCode
 from multienv._engine.recovery.journal import UNKNOWN, Plan
-from multienv._engine.recovery.policy import RecoveryProgress, RestartBudget
+from multienv._engine.recovery.policy import LONGEST_BACKOFF, RecoveryProgress, RestartBudget
 from multienv._engine.recovery.state_machine import LOSSES
 from multienv._engine.recovery.turns import Turns
 from multienv._engine.recovery.verification import differences, is_comparable
@@ -602,8 +602,7 @@ class Recoverer:
             if left < 2 * _LEAST_PAUSE or (progress.is_optional and tries >= self._policy.poison_after):
                 raise failed
             sometimes("a build that raises is tried again")
-            longest = max(_LEAST_PAUSE, self._policy.max_backoff)
-            pause = min(longest, max(_LEAST_PAUSE, self._policy.backoff) * 2.0 ** min(tries - 1, 60), left / 2)
+            pause = min(LONGEST_BACKOFF, max(_LEAST_PAUSE, self._policy.backoff) * 2.0 ** min(tries - 1, 60), left / 2)
             progress.doing = f"building again in a new process, because {_why_not_built(failed)}"
             self._pause(time.monotonic() + pause, progress, progress.doing)
 

@@ -55,7 +55,7 @@ from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery
 from multienv._engine.recovery.maintenance import Maintenance
 from multienv._engine.recovery.pending import Pending
-from multienv._engine.recovery.policy import RecoveryProgress
+from multienv._engine.recovery.policy import MOST_SNAPSHOTS, RecoveryProgress
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import (
     BudgetSpentError,
@@ -1240,10 +1240,9 @@ class Supervisor:
             self.check("snapshot")
             self._kept.free_dropped()
             kept = len(self._kept)
-            if kept >= self.policy.max_snapshots:
+            if kept >= MOST_SNAPSHOTS:
                 raise UsageError(
-                    f"snapshot(): {kept} are kept, as many as RestartPolicy.max_snapshots allows. "
-                    "free() some, or let go of them."
+                    f"snapshot(): {kept} are kept, as many as a worker may keep. free() some, or let go of them."
                 )
             if self.state.process is Process.NONE:
                 raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")

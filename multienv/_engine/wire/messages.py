@@ -365,7 +365,7 @@ class Failure:
 
 
 class Unpicklable(Exception):  # noqa: N818 - internal
-    """Pickling an argument raised; the cause says what."""
+    """Raised when an argument cannot be pickled; the cause says why."""
 
 
 def pack_message(message: Message) -> bytes:
@@ -414,6 +414,6 @@ _workers_import_main = False
 
 
 def workers_import_main() -> None:
-    """From now on, pickle what the main script defines by its name: workers of this process import the script."""
+    """Pickle by name what the main script defines, from now on: the workers of this process import the script."""
     global _workers_import_main
     _workers_import_main = True

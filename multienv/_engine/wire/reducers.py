@@ -90,7 +90,7 @@ def _typed_dict(name: str) -> Any:
 
 
 class PickledCall:
-    """Is pickled as a call of a function with some arguments: unpickled, it is what the function returns."""
+    """Pickles as a call of a function: it is unpickled to the return value."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._parts = function, arguments

@@ -84,7 +84,7 @@ class SharedPickle:
         return self._loaded(parts, _loaded)
 
     def again(self) -> SharedPickle:
-        """Return another one of the same parts, which keeps the file open by itself, until nothing refers to it."""
+        """Return a second object for the same parts; it keeps the file open until nothing refers to it."""
         return SharedPickle(self.data, self.places, self._file)
 
     def whole(self, most: int) -> bytes:
@@ -99,7 +99,7 @@ class SharedPickle:
         return pickle.dumps(self._loaded(parts, _Whole), protocol=5)
 
     def _loaded(self, parts: list[Any], load: Callable[[Any, list[Any]], Any]) -> Any:
-        """Call ``load`` with pickle and buffers, given what lies at the places."""
+        """Call ``load`` with pickle and buffers, which are ``parts``."""
         return load(self.data, parts) if self.data else load(parts[0], parts[1:])
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class SharedPickle:
 
 
 class _Whole:
-    """Is unpickled as what a pickle and its buffers hold."""
+    """Pickles as the value of a pickle and its buffers: it needs no file any more."""
 
     def __init__(self, data: Any, buffers: list[Any]) -> None:
         self._data, self._buffers = data, buffers

@@ -63,7 +63,7 @@ class Affinity:
         return cls(words, account)
 
     def start(self) -> None:
-        """Remember the present cores and scheduling policy of this process, to restore them later."""
+        """Store the present cores and scheduling policy of this process, to restore them later."""
         if self.account >= 0:
             self._cores, self._policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
 

@@ -30,7 +30,7 @@ _HARMLESS = (os.devnull, ":memory:")
 _CACHE = "__pycache__"  # of a module that is imported for the first time
 
 
-class Asked:
+class AskedOutside:
     """Notes in the control word ``ASKED`` in which request the envs of this process asked outside last.
 
     Args:

@@ -44,7 +44,7 @@ from multienv._engine.wire.segment import (
 )
 from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv._engine.worker.affinity import Affinity
-from multienv._engine.worker.ends import MARK_VARIABLE, Ends
+from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors
 from multienv._engine.worker.main_module import stand_in
 from multienv._engine.worker.snapshots import Snapshots, Woken
 from multienv._engine.worker.source_files import noted
@@ -74,11 +74,11 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_NAME = 15
 
 
-def main(ends: Ends, title: str = "", make_host: MakeHost | None = None) -> NoReturn:
+def main(descriptors: WorkerDescriptors, title: str = "", make_host: MakeHost | None = None) -> NoReturn:
     """Serve requests until the end; never returns.
 
     Args:
-        ends: The worker's descriptors.
+        descriptors: The worker's descriptors.
         title: What ``ps`` shows.
         make_host: Makes the host, as ``multienv._engine.worker.host.Host`` does.
     """
@@ -90,7 +90,7 @@ def main(ends: Ends, title: str = "", make_host: MakeHost | None = None) -> NoRe
             from multienv._engine.worker.host import Host
 
             make_host = Host
-        _live(ends, make_host)
+        _live(descriptors, make_host)
         code = 0
     except SystemExit as exit_:
         code = _exit_code(exit_)
@@ -104,41 +104,41 @@ def main(ends: Ends, title: str = "", make_host: MakeHost | None = None) -> NoRe
         os._exit(code)  # not sys.exit: exit handlers are the monitor's
 
 
-def spawned(title: str, *ends: str) -> NoReturn:
+def spawned(title: str, *numbers: str) -> NoReturn:
     """Run :func:`main` in an interpreter of its own; the descriptors come by the command line."""
-    wake_socket, memory, stack, announcements = map(int, ends)
+    wake_socket, memory, stack, announcements = map(int, numbers)
     for descriptor in (wake_socket, memory, stack, announcements):
         os.set_inheritable(descriptor, False)
-    main(Ends.of(wake_socket, memory, stack, announcements), title)
+    main(WorkerDescriptors.of(wake_socket, memory, stack, announcements), title)
 
 
-def _live(ends: Ends, make_host: MakeHost) -> None:
+def _live(descriptors: WorkerDescriptors, make_host: MakeHost) -> None:
     """Serve requests; when a snapshot of this process is woken, go on here in the copy, with its new descriptors."""
-    segment, number, woken = _take_up(ends), 0, False
+    segment, number, woken = _take_up(descriptors), 0, False
     forks = Forks(segment)
-    snapshots = Snapshots(segment, ends, forks.fork)
+    snapshots = Snapshots(segment, descriptors, forks.fork)
     affinity: Affinity
 
     def on_build(build: Build) -> None:
         _apply_setting(build, snapshots)
         affinity.start()
 
-    load = partial(_load, _take_shared(segment, ends))
+    load = partial(_load, _take_shared(segment, descriptors))
     host = make_host(segment, on_build=on_build, on_keep=snapshots.keep, load=load, code=noted)
     while True:
         try:
             if woken:
-                segment = forks.segment = _take_up(ends)
+                segment = forks.segment = _take_up(descriptors)
                 host.move(segment)
-                snapshots.go_on(segment, ends)
+                snapshots.go_on(segment, descriptors)
                 segment.words[REPLY] = number  # tells the trainer that it is up
-                _wake(ends.wake_socket)
+                _wake(descriptors.wake_socket)
             affinity = Affinity.of_this_process(segment.words)
             snapshots.account = affinity.account
-            _serve(ends.wake_socket, host, segment, snapshots, forks, affinity)
+            _serve(descriptors.wake_socket, host, segment, snapshots, forks, affinity)
             break
         except Woken as again:
-            ends, number, woken = again.ends, again.number, True
+            descriptors, number, woken = again.descriptors, again.number, True
     if not host.closing:
         with contextlib.suppress(Exception):  # nobody is left to hear of it
             host.close_envs()
@@ -283,21 +283,21 @@ def take_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _take_up(ends: Ends) -> Segment:
+def _take_up(descriptors: WorkerDescriptors) -> Segment:
     """Open the file where stacks are written for the monitor, and map the segment."""
-    faulthandler.enable(ends.stack, all_threads=True)
+    faulthandler.enable(descriptors.stack, all_threads=True)
     if STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True, chain=False)
-    segment = Segment(ends.memory)
+        faulthandler.register(STACK_SIGNAL, file=descriptors.stack, all_threads=True, chain=False)
+    segment = Segment(descriptors.memory)
     segment.words[PID] = os.getpid()
     return segment
 
 
-def _take_shared(segment: Segment, ends: Ends) -> int:
+def _take_shared(segment: Segment, descriptors: WorkerDescriptors) -> int:
     """Receive the descriptor of the file that the workers share; -1: this one needs none, or the trainer is gone."""
     if segment.words[SHARED]:
-        _, descriptors, _, _ = socket.recv_fds(ends.wake_socket, 1, 1)
-        for descriptor in descriptors:
+        _, received, _, _ = socket.recv_fds(descriptors.wake_socket, 1, 1)
+        for descriptor in received:
             os.set_inheritable(descriptor, False)
             return descriptor
     return -1

@@ -116,7 +116,7 @@ class RolloutRunner:
     # --- requests ---------------------------------------------------------------------------------
 
     def _ask(self, number: int, missing: Array | None, result: RolloutResult) -> Bank:
-        """Execute the next request, which lies in its bank, without the missing slots, and note what came of it."""
+        """Execute the request in its bank without the missing slots, and store the reply in ``result``."""
         aside, times = self._aside, self._segment.times
         bank = aside.banks[number & 1]
         view, payload = bank.view, b""

@@ -31,7 +31,7 @@ from typing import NoReturn
 
 from multienv._engine.wire.banks import OVERHEAD
 from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT, SNAPSHOTS, Segment
-from multienv._engine.worker.asked import Asked
+from multienv._engine.worker.asked import AskedOutside
 from multienv._engine.worker.census import (
     CHILDREN,
     FAILED,
@@ -44,7 +44,7 @@ from multienv._engine.worker.census import (
     put_back,
     standard_streams,
 )
-from multienv._engine.worker.ends import MARK_VARIABLE, Ends, mark_of
+from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors, mark_of
 
 # Process, number of the last request executed in it, and the token it is kept under; 0: the newest, for recoveries.
 ANNOUNCEMENT = struct.Struct("<QQQ")
@@ -80,13 +80,13 @@ class Woken(BaseException):
     """Raised in a snapshot that has been woken, to leave the code that the worker was running when it forked.
 
     Attributes:
-        ends: The new descriptors.
+        descriptors: The new descriptors.
         number: The last request executed in it.
     """
 
-    def __init__(self, ends: Ends, number: int) -> None:
+    def __init__(self, descriptors: WorkerDescriptors, number: int) -> None:
         super().__init__()
-        self.ends = ends
+        self.descriptors = descriptors
         self.number = number
 
 
@@ -95,20 +95,20 @@ class Snapshots:
 
     Args:
         segment: The worker's segment.
-        ends: The worker's descriptors.
+        descriptors: The worker's descriptors.
         fork: Makes the copy.
 
     Attributes:
         account: A further descriptor of multienv; see ``affinity``.
     """
 
-    def __init__(self, segment: Segment, ends: Ends, fork: Callable[[], int] = os.fork) -> None:
+    def __init__(self, segment: Segment, descriptors: WorkerDescriptors, fork: Callable[[], int] = os.fork) -> None:
         self.account = -1
         self._segment = segment
-        self._ends = ends
+        self._descriptors = descriptors
         self._fork = fork
         self._standard = standard_streams()
-        self._asked = Asked(segment.words)
+        self._asked = AskedOutside(segment.words)
         self._number = 0  # of the last request executed in the newest snapshot; in a woken copy: in the copy
         self._token = 0
         self._every = -1
@@ -166,9 +166,9 @@ class Snapshots:
             return "the operating system"
         return OBSTACLES[self._take(number, token)]
 
-    def go_on(self, segment: Segment, ends: Ends) -> None:
+    def go_on(self, segment: Segment, descriptors: WorkerDescriptors) -> None:
         """Take over segment and descriptors in a woken copy, and take another snapshot in its place."""
-        self._segment, self._ends = segment, ends
+        self._segment, self._descriptors = segment, descriptors
         # Standard error is new; what the env has put in the place of the others is the env's still.
         self._standard |= {one for one in standard_streams() if one[0] == _STDERR}
         self._asked.move(segment.words)
@@ -229,7 +229,7 @@ class Snapshots:
         """
         handed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [channel.fileno()]))
         with channel, contextlib.suppress(OSError):
-            self._ends.announcements.sendmsg([message], [handed], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._descriptors.announcements.sendmsg([message], [handed], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             return True
         return False
 
@@ -243,7 +243,7 @@ class Snapshots:
 
     def census(self) -> Iterator[Found]:
         """Yield what this process has beyond its memory, except what is harmless."""
-        return census({*self._ends.descriptors(), self.account}, self._pids, self._standard)
+        return census({*self._descriptors.descriptors(), self.account}, self._pids, self._standard)
 
     def _drop(self) -> None:
         """End the newest snapshot, because what it would repeat is not only in its memory."""
@@ -264,26 +264,26 @@ class Snapshots:
         try:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
-            self._ends.close()
+            self._descriptors.close()
             self._segment.close()
             self._pids.clear()
             put_back(files)
             with channel:
-                message, descriptors, _, _ = socket.recv_fds(channel, WAKING.size, _WAKING_DESCRIPTORS)
-            if len(message) < WAKING.size or len(descriptors) < _WAKING_DESCRIPTORS:
+                message, received, _, _ = socket.recv_fds(channel, WAKING.size, _WAKING_DESCRIPTORS)
+            if len(message) < WAKING.size or len(received) < _WAKING_DESCRIPTORS:
                 os._exit(0)  # this copy is no longer needed
-            ends = self._ends_after_waking(message, descriptors)
+            own = self._descriptors_after_waking(message, received)
             for which, timer in zip(_TIMERS, timers, strict=True):
                 if timer[0]:
                     signal.setitimer(which, *timer)
         except BaseException:
             os._exit(0)
-        raise Woken(ends, self._number)
+        raise Woken(own, self._number)
 
     @staticmethod
-    def _ends_after_waking(message: bytes, descriptors: list[int]) -> Ends:
+    def _descriptors_after_waking(message: bytes, received: list[int]) -> WorkerDescriptors:
         (monitor,) = WAKING.unpack(message)
-        wake_socket, memory, stack, announcements, stderr = descriptors
+        wake_socket, memory, stack, announcements, stderr = received
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
         # Polled: nothing tells a process that its parent has changed.
         until = time.monotonic() + _ORPHANED_WITHIN
@@ -296,4 +296,4 @@ class Snapshots:
         for descriptor in (wake_socket, memory, stack, announcements):
             os.set_inheritable(descriptor, False)
         os.environ[MARK_VARIABLE] = mark_of(monitor, os.getpid())
-        return Ends.of(wake_socket, memory, stack, announcements)
+        return WorkerDescriptors.of(wake_socket, memory, stack, announcements)

@@ -1,6 +1,6 @@
-"""A round that never ends: each member goes at its own pace, and what has come is taken as it comes.
+"""Ask each member again as soon as its answer was taken, at its own pace. Such a round does not end.
 
-``stream.py`` has what is made of it for envs.
+``stream.py`` builds ``send()`` and ``recv()`` for envs on it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BRIEF = 0.01
 
 
 class Requests:
-    """Holds the requests of one call to some envs, or to some members. Each env of an endless round may be in another.
+    """Holds the requests of one call to some envs, or to some members. Each env in flight may be in another.
 
     Args:
         name: What the caller called.
@@ -66,7 +66,7 @@ class Requests:
 
 
 class Result(NamedTuple):
-    """Holds the outcome of a request to one env in an endless round.
+    """Holds the outcome of a request to one env in flight.
 
     Attributes:
         name: What the caller called.
@@ -79,8 +79,8 @@ class Result(NamedTuple):
     error: BaseException | None
 
 
-class Taken(NamedTuple):
-    """Holds what has come of the requests to some envs.
+class ReadyBatch(NamedTuple):
+    """Holds the answers to requests, those that one call hands over.
 
     Attributes:
         envs: These envs, in the order in which they were ready.
@@ -98,8 +98,8 @@ class Taken(NamedTuple):
     errors: Mapping[int, BaseException] = MappingProxyType({})
 
 
-def results_of(current: Endless) -> dict[int, Result]:
-    """Return what came of the requests that are answered, by member."""
+def results_of(current: InFlight) -> dict[int, Result]:
+    """Return the result of each request that is answered, by member."""
     answers, requests, failures = current.answers, current.requests, current.failures
     names = [requests[member].name for member in answers]
     errors = map(failures.get, answers) if failures else repeat(None)
@@ -107,8 +107,8 @@ def results_of(current: Endless) -> dict[int, Result]:
     return dict(zip(answers, made, strict=True))
 
 
-class Endless:
-    """Holds what is asked of members that go at their own pace, and what has come of it.
+class InFlight:
+    """Holds the requests to members that go at their own pace, and the answers that were not taken yet.
 
     A call costs hardly more if more supervised members are asked. It goes over all that block.
 
@@ -121,7 +121,7 @@ class Endless:
 
     Attributes:
         requests: For each member that is asked, where its request is held.
-        answers: Member → what it answered, ``None`` if it failed; for those whose answer has come.
+        answers: Member → its answer, ``None`` if it failed. A member whose answer is missing is not in it.
         failures: Member → what it raised.
         untold: Members whose hooks may have to be told something.
         sending: Members that were being asked when that was broken off; ``()``: none.
@@ -174,7 +174,7 @@ class Endless:
         return request.name, request.content(member)
 
     def forget(self, members: Collection[int]) -> None:
-        """Forget these members: they are not asked, or what came of it is noted elsewhere. Again does nothing."""
+        """Forget the requests of these members, and their answers, which are noted elsewhere. Again does nothing."""
         for held in (self.requests, self.answers, self.failures, self.endings):
             if held:
                 for member in members:
@@ -260,7 +260,7 @@ class Endless:
             raise
 
     def _come(self, members: Members, until: float) -> tuple[list[int], list[int]]:
-        """Return the members that have answered, and those that something else has come of; wait if there are none."""
+        """Return the members that have answered, and those that failed or need attention; wait if there are none."""
         now = monotonic()
         others = members.ended(self) if self.tasks else []
         goes_over_all = now >= self._look_at

@@ -16,8 +16,8 @@ def mark_of(monitor: int, worker: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """The worker's descriptors.
+class WorkerDescriptors:
+    """Holds the descriptors of a worker.
 
     Attributes:
         wake_socket: Carries wake bytes to and from the trainer; ends when the trainer is gone.
@@ -32,7 +32,7 @@ class Ends:
     announcements: socket.socket
 
     @classmethod
-    def of(cls, wake_socket: int, memory: int, stack: int, announcements: int) -> Ends:
+    def of(cls, wake_socket: int, memory: int, stack: int, announcements: int) -> WorkerDescriptors:
         """Build the object from descriptor numbers, which it then owns."""
         return cls(socket.socket(fileno=wake_socket), memory, stack, socket.socket(fileno=announcements))
 
