@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 from rich.filesize import decimal
 
-from multienv import SubprocessEnv
+from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.recovery.verification import is_comparable
 from multienv._engine.reports.texts import foreign_frames
 from multienv.cli.rendering import drawn
@@ -54,6 +54,8 @@ _LOOK_EVERY = 16
 # twice as many steps fit in as these episodes need, the first half of the walk ends no episode.
 _ANEW_STEPS, _ANEW_SECONDS, _ANEW_EPISODES, _ANEW_LEAST = 5000, 1.5, 8, 4
 _SHORTEST, _LONGEST = 20, 100
+# Steps of two envs that show whether they get along in one worker.
+_SHARED_STEPS = 3
 # Seconds that a snapshot has to announce itself before its worker is killed.
 _ANNOUNCED = 0.2
 # Short episodes that show a leak: steps of each, least and greatest number of episodes, and about how many seconds.
@@ -139,6 +141,8 @@ class Patient:
         noticed: What it draws from, and whether what it returns can be compared.
         remembers: Whether the env carries memory across resets, as far as is known.
         may_remember: Whether a check has left that open.
+        batch: What a vector env can do with it: ``"shared"``: several are in a worker; ``"alone"``: one is in each;
+            ``"none"``: it does not take the env.
         ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
             ``"strayed"``: repeated from a reset, and then otherwise. ``"differs"``: otherwise, though it counted as
             exact.
@@ -167,6 +171,7 @@ class Patient:
     noticed: Noticed = field(default_factory=Noticed)
     remembers: bool = False
     may_remember: bool = False
+    batch: Literal["shared", "alone", "none"] = "shared"
     ways: dict[str, Outcome] = field(default_factory=dict)
     start: float = 0.0
     memory: int = 0
@@ -490,6 +495,35 @@ def undisturbed(
     return longest
 
 
+def shares(patient: Patient) -> Row | None:
+    """Step two of the env in one worker, else in two workers, as the recommended code would."""
+    if patient.own_faults:  # it gets a worker of its own in any case
+        return None
+    errors = []
+    for envs_per_worker in (2, 1):
+        most = patient.reset_deadline
+        deadlines = Deadlines(start=most, reset=most, step=patient.step_deadline)
+        try:
+            with SubprocessVectorEnv(
+                [patient.env_fn] * 2, envs_per_worker=envs_per_worker, restart=RAISE, deadlines=deadlines, reports=""
+            ) as envs:
+                envs.reset(seed=SEED)
+                for _ in range(_SHARED_STEPS):
+                    envs.step(envs.action_space.sample())
+        except MultienvError as error:
+            errors.append(str(next(iter(getattr(error, "failures", {}).values()), error)).splitlines()[0])
+        else:
+            break
+    if not errors:
+        return None
+    patient.batch = "alone" if len(errors) == 1 else "none"
+    if patient.batch == "alone":
+        return Row("note", f"two of them in one worker fail: {errors[0]}", "Each gets its own, by envs_per_worker=1.")
+    return Row(
+        "note", f"a vector env does not take it: {errors[1]}", "MultiEnv hands on what an env returns, as below."
+    )
+
+
 def renders(patient: Patient) -> Row | None:
     """Render frames in a worker, if the env has a render mode for frames. Report what renders them."""
     with patient.worker(env_fn=partial(drawn, patient.env_fn)) as env:
@@ -726,7 +760,7 @@ def _rounded_down(steps: float) -> int:
 
 
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
-    builds, steps, compares, repeats, begins_anew, draws, renders, outside, forks, replays, leaks,
+    builds, steps, compares, repeats, begins_anew, draws, shares, renders, outside, forks, replays, leaks,
     snapshots,
 )  # fmt: skip
 
@@ -847,7 +881,7 @@ def options_for(patient: Patient) -> str:
     if patient.hung:
         step, reset = _deadline(patient.first.slowest_step), _deadline(patient.first.slowest_reset)
         options = [f"deadlines=Deadlines(step={step:.1f}, reset={reset:.1f})"]
-    if patient.own_faults or patient.noticed.drawn_from:
+    if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":
         options.append("envs_per_worker=1")
     if patient.variables:
         options.append(f"worker_env={patient.variables!r}".replace("'", '"'))

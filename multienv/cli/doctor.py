@@ -59,7 +59,7 @@ def doctor(
         rows = examine(patient, lambda row: None if as_json else _show(work.console, row))
     is_broken = rows[-1].verdict == "broken"
     verdict: Conclusion = "broken" if is_broken else patient.conclusion
-    code = "" if is_broken else vector_env_code(found, 8, options_for(patient))
+    code = "" if is_broken else vector_env_code(found, 8, options_for(patient), lists=patient.batch == "none")
     if as_json:
         checks = [row._asdict() for row in rows]
         seconds = {"slowest_reset": patient.first.slowest_reset, "slowest_step": patient.first.slowest_step}

@@ -169,12 +169,17 @@ def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Work]:
         work.finish()
 
 
-def vector_env_code(env: NamedEnv, num_envs: int, options: str) -> str:
-    """Return the lines of Python that make a vector env of the env, with these constructor options."""
+def vector_env_code(env: NamedEnv, num_envs: int, options: str, *, lists: bool = False) -> str:
+    """Return the lines of Python that make a vector env of the env, with these constructor options.
+
+    With ``lists``: a ``MultiEnv``, for an env that a vector env does not take.
+    """
     names = [name for name in ("Deadlines", "RestartPolicy") if f"{name}(" in options]
+    makers = ["MultiEnv", "create_subprocess_envs"] if lists else ["SubprocessVectorEnv"]
+    made = f"{makers[-1]}([{env.code}] * {num_envs}{options and ', '}{options})"
     lines = [
         env.imports,
-        f"from multienv import {', '.join([*names, 'SubprocessVectorEnv'])}",
-        f"envs = SubprocessVectorEnv([{env.code}] * {num_envs}{options and ', '}{options})",
+        f"from multienv import {', '.join(sorted([*names, *makers], key=str.swapcase))}",
+        f"envs = MultiEnv({made})" if lists else f"envs = {made}",
     ]
     return "\n".join(lines)

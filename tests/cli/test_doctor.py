@@ -523,3 +523,21 @@ def test_an_env_that_does_not_work_is_refused_with_the_last_lines_that_it_printe
     assert refused.returncode == 2
     assert "Loud does not work: The env's process exited with code 7" in refused.stderr
     assert "    err 9" in refused.stderr.splitlines()[-5:]
+
+
+def test_an_env_that_is_the_only_one_of_its_process_gets_a_worker_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:OnlyOne", checks.shares, count_episodes=False)
+    assert "only one emulator" in rows["shares"]["meaning"]
+    assert "SubprocessVectorEnv([lambda: OnlyOne(count_episodes=False)] * 8, " in told["code"]
+    assert "envs_per_worker=1" in told["code"]
+
+
+def test_an_env_that_a_vector_env_does_not_take_is_recommended_as_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:TwoRewards", checks.shares)
+    assert "as reward" in rows["shares"]["meaning"]
+    assert "envs = MultiEnv(create_subprocess_envs([TwoRewards] * 8" in told["code"]
+    assert "envs_per_worker" not in told["code"]
+
+
+def test_nothing_is_said_of_sharing_where_two_get_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "shares" not in examined(monkeypatch, "CartPole-v1", checks.shares)[2]
