@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from kit import CounterEnv, Fault, FaultyEnv, GlobalRandomEnv, MemoryEnv, NondeterministicEnv, SlowEnv
+from kit import CounterEnv, Fault, FaultyEnv, GlobalRandomEnv, MemoryEnv, NondeterministicEnv, OnlyEnv, SlowEnv
 
 
 class FromLock(CounterEnv):
@@ -206,6 +206,7 @@ class ForkedLate(Forked):
 
 Chance = NondeterministicEnv
 Remembering = MemoryEnv
+OnlyOne = OnlyEnv
 unpicklable = functools.partial(FromLock, threading.Lock())
 hanging = functools.partial(FaultyEnv, fault=Fault("hang_c", "step", at=3))
 segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
@@ -229,3 +230,14 @@ def long_with_thread() -> Any:
     env = gymnasium.make("CartPole-v1", max_episode_steps=10_000_000)
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     return env
+
+
+class TwoRewards(CounterEnv):
+    """Gives a vector as reward, as mo-gymnasium does."""
+
+    def __init__(self) -> None:
+        super().__init__(count_episodes=False)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        return (observation, np.array([reward, 1.0]), *rest)

@@ -1212,7 +1212,7 @@ MUTANTS = [
         "A worker is given no time to close its envs where nobody has called close().",
         7,
         "_engine/recovery/supervisor.py",
-        "        channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close\n",
+        "        channel.envs, channel.patience = self._envs, self.deadlines.close\n",
         "        channel.envs, channel.patience = self.reporter.env_in(-1), 0.5\n",
         ("tests/faults/test_close.py",),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from multienv._engine.processes.channel import Channel, Fate
 from multienv._engine.recovery.journal import Journal
+from multienv._engine.recovery.memory import MemoryAcrossResets
 from multienv._engine.recovery.policy import RecoveryProgress
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import Recoverer, Revived
@@ -80,7 +81,12 @@ class LossRecovery:
         return f"{reason} Its snapshot did not bring it back: {setback}." if setback else reason
 
     def outcome(
-        self, event: Recovered | NotRecovered, instruction: Instruction, before: State, after: State, reservation: str
+        self,
+        event: Recovered | NotRecovered,
+        instruction: Instruction,
+        before: State,
+        after: State,
+        memory: MemoryAcrossResets,
     ) -> tuple[Outcome, str]:
         """Return the outcome to report, and the reason for it.
 
@@ -89,7 +95,7 @@ class LossRecovery:
             instruction: What follows from that.
             before: The state before the event.
             after: The state after it.
-            reservation: The reason if the outcome is "replayed", not "exact".
+            memory: Has the reason if the outcome is "replayed", not "exact", and the code is the same.
         """
         if isinstance(event, NotRecovered):
             is_reset = before.request is not None and before.request.kind is Kind.RESET
@@ -102,7 +108,9 @@ class LossRecovery:
         reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
         if reasons:  # if the pending request resets all slots that differ, nothing is truncated
             return "truncated" if after.skipped or truncated else "reset", reasons[0]
-        return ("exact", "") if self.progress.is_exact else ("replayed", self._with_setback(reservation))
+        if self.progress.is_exact:
+            return "exact", ""
+        return "replayed", self._with_setback(self.progress.changed or memory.reservation)
 
     def error(self, instruction: Instruction, state: State, reporter: Reporter, policy: RestartPolicy) -> MultienvError:
         """Build the error for an instruction to raise."""

@@ -256,6 +256,7 @@ class Supervisor:
         share = LARGE_SHARE if policy.recycles else SHARE
         self.position = Position(replace(build, starts=share if journal.recording else 0.0), journal)
         self.reporter = Reporter(self.position, index, hooks, reports)
+        self._envs = self.reporter.env_in(-1)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         self.pending = Pending(
             self.reporter.env_in,
@@ -528,7 +529,8 @@ class Supervisor:
 
     def _carry_out(self, timeout: float | None, recover: bool) -> Any:
         """Do what the state asks for until there is an answer."""
-        check_seconds("timeout", timeout, zero=True)
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
         self._refuse_if_unusable("collect")
         until = None if timeout is None else time.monotonic() + timeout
         instruction, request = instruction_of(self.state, self.rules), self.state.request
@@ -761,8 +763,7 @@ class Supervisor:
         after = interned(after)
         self.reporter.path.append((event, after))
         loss_recovery.processes = self.state.losses
-        reservation = loss_recovery.progress.changed or self.position.journal.memory.reservation
-        outcome, reason = loss_recovery.outcome(event, instruction, self.state, after, reservation)
+        outcome, reason = loss_recovery.outcome(event, instruction, self.state, after, self.position.journal.memory)
         self._tell(loss_recovery, outcome, reason)
         self._become(after, instruction)
         return instruction
@@ -1089,7 +1090,7 @@ class Supervisor:
         is_over = self.is_between_episodes()
         self.maintenance.begin(channel, replayed, is_over=is_over)
         channel.prefer(self.core, sharing=self._sharing)
-        channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close
+        channel.envs, channel.patience = self._envs, self.deadlines.close
         if old is not None and old is not channel:
             old.kill()
             old.release()
