@@ -27,7 +27,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
-from multienv._engine.reports.store import settle
+from multienv._engine.reports.store import being_written
 from multienv.envs.subprocess_env import close_all
 from multienv.events import Event, Recovery
 
@@ -224,7 +224,8 @@ def main() -> None:
             print(f"  {name:32} {told(recovery_times(arguments.kills, policy))}", flush=True)
         if arguments.histories:
             print_histories(arguments.histories, arguments.seconds, arguments.busy)
-        settle()
+        for report in being_written():
+            report.join()
     ours, theirs = start_times(arguments.num_envs)
     print(f"{arguments.num_envs} envs ready: {ours:.2f} s, gymnasium {theirs:.2f} s, {ours / theirs:.2f} × its time")
 

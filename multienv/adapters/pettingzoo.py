@@ -8,7 +8,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -436,7 +436,7 @@ class _AgentsEnv(gymnasium.Env[Any, Any]):
     def get_wrapper_attr(self, name: str) -> Any:
         found = self._with(name)
         if found is None:
-            _refuse(self.env, name)
+            raise AttributeError(f"{type(self.env).__name__!r} and what it wraps have no attribute {name!r}")
         return getattr(found, name)
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
@@ -452,7 +452,3 @@ class _AgentsEnv(gymnasium.Env[Any, Any]):
             if name in getattr(layer, "__dict__", ()) or hasattr(type(layer), name):
                 return layer
         return None
-
-
-def _refuse(env: Any, name: str) -> NoReturn:
-    raise AttributeError(f"{type(env).__name__!r} and what it wraps have no attribute {name!r}")

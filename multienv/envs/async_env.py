@@ -203,7 +203,7 @@ class AsyncEnv:
             raise CallPendingError(f"{name}(): another task awaits {other}() of this env.", other)
         self._awaited = mine = name, asyncio.get_running_loop()
         try:
-            resumes = await self._settle(name)
+            resumes = await self._finish_interrupted(name)
             if not resumes:
                 self._deadlines.clear()
             if deadline is not None:
@@ -226,7 +226,7 @@ class AsyncEnv:
         finally:
             del error  # its traceback holds this frame
 
-    async def _settle(self, name: str) -> bool:
+    async def _finish_interrupted(self, name: str) -> bool:
         """Return whether ``name`` completes a call that was cancelled; complete any other one and drop its outcome."""
         pending = self._call
         if pending is None:

@@ -102,7 +102,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, even if the last one has not ended."""
         if self._calls is not None:
-            self._calls.settle("reset")
+            self._calls.finish_interrupted("reset")
         result = self.env.reset(seed=seed, options=options)
         self._is_due, self._ending = False, None
         return result
@@ -151,7 +151,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect the result with :meth:`reset_wait`."""
-        self._halves().settle("reset")
+        self._halves().finish_interrupted("reset")
         self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:

@@ -151,7 +151,7 @@ class MultiEnv:
         fan = self._fan
         if self._closed or fan.unfinished is not None:
             self._refuse_if_closed("step()")
-            self._pace.settle_stream("step")
+            self._pace.end_stream("step")
             if fan.unfinished is not None and fan.unfinished.name != "step":
                 fan.drop()
         if fan.unfinished is not None:
@@ -209,7 +209,7 @@ class MultiEnv:
         self._refuse_if_closed("reset()")
         requests = self._resets(seed, options, mask)
         fan = self._fan
-        self._pace.settle("reset with a mask" if None in requests else "reset")
+        self._pace.finish_interrupted("reset with a mask" if None in requests else "reset")
         self._seed_here(requests)
         current = fan.ask("reset", requests)
         if current.failures:
@@ -376,7 +376,7 @@ class MultiEnv:
         Raises:
             UsageError: A step was interrupted, or an env keeps no journal.
         """
-        self._settle("state_dict()")
+        self._finish_interrupted("state_dict()")
         return {"envs": [self._supervised(env).state_dict() for env in self.envs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -389,7 +389,7 @@ class MultiEnv:
             EnvsFailedError: Some envs could not be restored (``NotRestoredError``); these are as they were before.
             UsageError: ``state`` is not a dict of :meth:`state_dict`, or has another number of envs.
         """
-        self._settle("load_state_dict()")
+        self._finish_interrupted("load_state_dict()")
         each = state.get("envs") if isinstance(state, dict) else None
         if not isinstance(each, list | tuple) or len(each) != self.num_envs:
             raise UsageError(f"load_state_dict(): give what the state_dict() of {self.num_envs} such envs returned.")
@@ -408,7 +408,7 @@ class MultiEnv:
 
     def _each(self, what: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Make these calls side by side, one for each env, and return what they return."""
-        self._settle(what)
+        self._finish_interrupted(what)
         current = self._fan.call_each(what, calls)
         if current.failures:
             self._raise(what, current, current.answers)
@@ -428,9 +428,9 @@ class MultiEnv:
         if self._closed:
             raise ClosedError(f"{what}: this MultiEnv has been closed. Make a new one.")
 
-    def _settle(self, what: str) -> None:
+    def _finish_interrupted(self, what: str) -> None:
         self._refuse_if_closed(what)
-        self._pace.settle(what.partition("(")[0])
+        self._pace.finish_interrupted(what.partition("(")[0])
 
     def close(self) -> None:
         """Close all envs in parallel. A second call does nothing, unless the first was interrupted."""

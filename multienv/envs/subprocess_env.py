@@ -250,7 +250,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             UsageError: The env has threads, child processes, sockets, pipes, shared memory or a GPU; or the system is
                 not Linux; or the env is a :class:`SerialEnv`; or 1,024 snapshots exist already. Nothing is lost.
         """
-        self._calls.settle("snapshot")
+        self._calls.finish_interrupted("snapshot")
         return self._supervisor.snapshot()
 
     def restore(self, snapshot: Any) -> None:
@@ -265,7 +265,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             UsageError: The snapshot is from another env, or has been freed.
             NotRestoredError: The frozen process has been killed, and a replay could not bring the env to that state.
         """
-        self._calls.settle("restore")
+        self._calls.finish_interrupted("restore")
         self._supervisor.restore(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         Raises:
             UsageError: A request is pending, or the journal does not reach back far enough.
         """
-        self._calls.settle("state_dict")
+        self._calls.finish_interrupted("state_dict")
         return self._supervisor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -295,7 +295,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             UsageError: ``state`` is not a dict of :meth:`state_dict`, or a request is pending.
         """
         self.initialize()
-        self._calls.settle("load_state_dict")
+        self._calls.finish_interrupted("load_state_dict")
         self._supervisor.load_state_dict(state)
 
     # --- anything else ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 import numpy as np
@@ -158,9 +158,7 @@ class EnvManager:
         """Return whether the manager is not launched yet, or closed again."""
         return self._scheduler is None or self._scheduler.closed
 
-    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
-        """Raise TypeError: a manager can be neither copied nor pickled."""
-        refuse_copy(self)
+    __reduce_ex__ = refuse_copy
 
     def __enter__(self) -> Self:
         if self.closed:

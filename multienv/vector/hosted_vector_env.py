@@ -267,7 +267,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             stream.refuse_busy(name, envs)
             stream.give("reset", envs, [(seeds[env], each[env]) for env in envs])
             return
-        self._settle(name if mask is None else f"{name} with a mask")
+        self._finish_interrupted(name if mask is None else f"{name} with a mask")
         self._mask = mask
         requests = []
         for rows in self._slices:
@@ -319,7 +319,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if unfinished is not None or self.closed:
             if unfinished is not None and unfinished.name == "step" and unfinished.is_interrupted:
                 return self._outcome(self._fanout.resume())
-            self._settle("step")
+            self._finish_interrupted("step")
         parts = self._split(actions)
         if not self._all_begun:
             self._refuse_without_episodes()
@@ -327,7 +327,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Send the steps; collect the results with :meth:`step_wait`."""
-        self._settle("step_async")
+        self._finish_interrupted("step_async")
         parts = self._split(actions)
         if not self._all_begun:
             self._refuse_without_episodes()
@@ -584,7 +584,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         unfinished = self._fanout.unfinished
         if unfinished is not None and unfinished.name == "rollout" and unfinished.is_interrupted and not self.closed:
             return self._fragment(self._fanout.resume())
-        self._settle("rollout")
+        self._finish_interrupted("rollout")
         if self._is_disabled:
             raise UsageError(
                 "rollout(): with autoreset_mode='DISABLED' nobody begins the next episode. Make the envs with "
@@ -750,7 +750,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Send the calls; collect the results with :meth:`call_wait`."""
-        self._settle("call_async")
+        self._finish_interrupted("call_async")
         self._asked = range(self.num_envs)
         self._fanout.send("call", [call_message(name, args, kwargs)] * len(self._workers), waits=False)
 
@@ -791,7 +791,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             values: A list or tuple has one value for each env of ``indices``; any other value is for all.
             indices: Which envs to change; ``None``: all.
         """
-        self._settle("set_attr")
+        self._finish_interrupted("set_attr")
         asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
         if not isinstance(values, list | tuple):
             values = [values] * len(asked)
@@ -825,7 +825,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self, name: str, message: Callable[[tuple[int, ...] | None], Message], indices: Sequence[int] | None = None
     ) -> tuple[Any, ...]:
         """Ask the envs something; ``message`` is called with the slots of each worker, ``None``: all of them."""
-        self._settle(name)
+        self._finish_interrupted(name)
         asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
         requests: list[Message | None] = [
             message(None if indices is None else slots) if slots else None for slots in self._slots_of(asked)
@@ -964,7 +964,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _each(self, name: str, calls: Sequence[Callable[[], Any]], *advice: str) -> list[Any]:
         """Make blocking calls of workers side by side; EnvsFailedError if some raise."""
-        self._settle(name)
+        self._finish_interrupted(name)
         current = self._fanout.call_each(name, calls)
         self._fanout.finish()
         if current.failures:
@@ -974,11 +974,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     # --- which call may be made -------------------------------------------------------------------
 
-    def _settle(self, name: str) -> None:
+    def _finish_interrupted(self, name: str) -> None:
         """Finish what an earlier call has left unfinished, before ``name`` is called."""
         if self.closed:
             self._refuse_closed(name)
-        self._pace.settle(name, self._note)
+        self._pace.finish_interrupted(name, self._note)
 
     def _refuse_wait(self, command: str) -> None:
         if self.closed:

@@ -28,11 +28,10 @@ from gymnasium.spaces import Box, Dict, Discrete, Sequence, Text, Tuple
 from typer.testing import CliRunner, Result
 
 import multienv
-from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, kill_worker
+from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, kill_worker, reports_written
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.reports.read import load
-from multienv._engine.reports.store import settle
 from multienv.cli import app
 from multienv.errors import UsageError, WorkerLostError
 
@@ -83,7 +82,7 @@ def killed(env_fn: Any, steps: int, reports: Path, *, seed: int = 3, **options: 
         recovery = env.statistics().last_recovery
         assert recovery is not None
         assert recovery.outcome in ("exact", "replayed")
-    settle()
+    reports_written()
     return Path(recovery.report)
 
 
@@ -143,7 +142,7 @@ def test_ctrl_c_ends_a_hang_in_c_code_with_its_stack(moment: Any, tmp_path: Path
     with pytest.raises(WorkerLostError) as caught, env:
         env.reset(seed=7)
         env.step(1)
-    settle()
+    reports_written()
     report = Path(caught.value.report)
     rewritten(report, pickle.dumps(replace(load(report), deadline=1000.0)))
     hangs.unlink()
@@ -236,7 +235,7 @@ def test_actions_options_and_observations_without_a_layout_are_replayed(reports:
             env.step(env.action_space.sample())
         kill_worker(env)
         env.step(env.action_space.sample())
-    settle()
+    reports_written()
     result = replay("latest")
     assert result.exit_code == 0, result.output
     assert "All 6 answers match the recorded ones." in result.stdout
@@ -471,7 +470,7 @@ def test_a_batch_is_replayed_past_a_truncation(replay: Replay) -> None:
             envs.step(np.array([1, 2, 1]))
         kill_worker(envs)
         envs.step(np.array([2, 2, 2]))
-    settle()
+    reports_written()
     result = replay("latest")
     assert result.exit_code == 0, result.output
     assert "All 8 answers match the recorded ones." in result.stdout

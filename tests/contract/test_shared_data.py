@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from contract_envs import TableEnv
 
-from kit import kill_worker, no_leaks
+from kit import kill_worker, no_leaks, reports_written
 from kit.makers import manager, multi_env, one_each
 from multienv import (
     RestartPolicy,
     SubprocessEnv,
     SubprocessVectorEnv,
 )
-from multienv._engine.reports import store
 from multienv._engine.reports.read import load
 from multienv._engine.wire.shared_file import DATA_NAME, SharedFile
 from multienv.cli.env_functions import env_functions
@@ -156,7 +155,7 @@ def test_a_report_holds_what_it_needs(reports: Path) -> None:
             env.reset(seed=0)
             kill_worker(env)
             env.step(0)
-        store.settle()
+        reports_written()
         assert not shared_files()
     (path,) = reports.glob("*.json")
     (env_fn,) = env_functions(load(path), None)

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from kit import CounterEnv, Fault, FaultyEnv, kill_worker
+from kit import CounterEnv, Fault, FaultyEnv, kill_worker, reports_written
 from kit.gates import WAIT, GateEnv
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.recovery import pending, recoverer
-from multienv._engine.reports import store
 from multienv.events import Loss, Recovery
 
 
@@ -38,7 +37,7 @@ def test_a_loss_is_one_warning(action: Any, cost: str, reports: Path, caplog: py
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     told = caplog.records[1].getMessage()
     assert cost in told
-    store.settle()
+    reports_written()
     (report,) = reports.glob("*.json")
     assert told.endswith(f"s. To see it again: multienv replay {report}")
 

@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, SpaceEnv, kill_worker
+from kit import CounterEnv, SpaceEnv, kill_worker, reports_written
 from kit.trainer_process import STUCK_AFTER
 from multienv import RestartPolicy, SubprocessEnv
 from multienv._engine.reports import store
@@ -34,7 +34,7 @@ RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
 
 
 def all_in(directory: Path) -> list[dict[str, Any]]:
-    store.settle()
+    reports_written()
     return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
 
 
@@ -190,7 +190,7 @@ def test_a_directory_that_cannot_be_is_said_once_and_breaks_nothing(
             env.step(0)
             kill_worker(env)
             env.step(0)
-            store.settle()
+            reports_written()
         assert env.statistics().exact_recoveries == 3
     warnings = [record for record in caplog.records if "cannot be written" in record.message]
     assert len(warnings) == 1
@@ -244,7 +244,7 @@ def test_a_forked_child_writes_none_of_the_trainers(reports: Path, monkeypatch: 
         env.reset(seed=0)
         kill_worker(env)
         env.step(0)  # the report waits in the trainer
-        child = multiprocessing.get_context("fork").Process(target=store.settle)
+        child = multiprocessing.get_context("fork").Process(target=reports_written)
         child.start()
         child.join()
         child.close()

@@ -19,6 +19,7 @@ HOMES = {
     "leaks": ["assert_nothing_left", "no_leaks", "own_name", "snapshot_resources"],
     "monitor": ["monitor_itself", "monitor_pid", "monitor_process"],
     "process_table": ["descendants", "is_alive"],
+    "reports": ["reports_written"],
     "space_env": ["SpaceEnv", "TokenSpace", "digest_value", "example_spaces"],
     "trajectories": [
         *("Transition", "assert_no_splice", "assert_same_trajectory", "first_difference", "observations_equal"),

@@ -136,19 +136,19 @@ class Calls:
         fan = self._fan
         if self.pending() == "rollout":
             return self._outcome(fan.resume(), make)
-        self.settle("rollout")
+        self.finish_interrupted("rollout")
         assert message is not None
         return self._outcome(fan.ask("rollout", (message(),)), make)
 
     def ask(self, name: str, request: Any) -> Any:
         """Send a message or the action of a step; return the answer, or raise the error that is the answer."""
         if self._fan.unfinished is not None:
-            self.settle(name)
+            self.finish_interrupted(name)
         return self._outcome(self._fan.ask(name, (request,)))
 
     def send(self, name: str, request: Any, *, waits: bool = False) -> None:
         """Send a request whose answer :meth:`wait` collects; ``waits``: in the same call of the caller's."""
-        self.settle(name)
+        self.finish_interrupted(name)
         current = self._fan.send(name, (request,), waits=waits)
         if current.failures:
             self._outcome(current)
@@ -172,12 +172,12 @@ class Calls:
         unfinished = self._fan.unfinished
         return "" if unfinished is None else unfinished.name
 
-    def settle(self, name: str) -> None:
-        """Finish what an earlier call has left, as :meth:`FanOut.settle` does; refuse if the worker is closed."""
+    def finish_interrupted(self, name: str) -> None:
+        """Do what :meth:`FanOut.finish_interrupted` does; refuse the call if the worker is closed."""
         if self._supervisor.state.process is Process.CLOSED:
             self._fan.finish()
             self._supervisor.check(name)
-        self._fan.settle(name)
+        self._fan.finish_interrupted(name)
 
     def _outcome(self, current: Round, make: Callable[[Any, bool], Any] | None = None) -> Any:
         """Finish a call: return its answer, or what ``make`` returns for it, or raise its error."""

@@ -293,7 +293,7 @@ class FanOut:
             self.resume()
             self.finish()
 
-    def settle(self, name: str, note: Callable[[Round], None] | None = None) -> None:
+    def finish_interrupted(self, name: str, note: Callable[[Round], None] | None = None) -> None:
         """Finish what an earlier call has left unfinished, before ``name`` is called.
 
         A call that was interrupted is completed, and its outcome dropped; a step only before a reset: else the caller

@@ -450,7 +450,7 @@ class OwnPace:
 
         Args:
             name: Of the call that is made now.
-            note: As for :meth:`FanOut.settle`.
+            note: As for :meth:`FanOut.finish_interrupted`.
 
         Raises:
             CallPendingError: The answer to another call must be taken first.
@@ -458,16 +458,16 @@ class OwnPace:
         if self.stream is None:
             current = self._fan.unfinished
             if isinstance(current, Round) and not self.is_beginning():
-                self._fan.settle(name, note)
+                self._fan.finish_interrupted(name, note)
             self.stream = Stream(self._fan, self._sharing)
         return self.stream
 
-    def settle(self, name: str, note: Callable[[Round], None] | None = None) -> None:
+    def finish_interrupted(self, name: str, note: Callable[[Round], None] | None = None) -> None:
         """Give all envs back to the caller, and finish what an earlier call has left; arguments: see :meth:`begin`."""
-        self.settle_stream(name)
-        self._fan.settle(name, note)
+        self.end_stream(name)
+        self._fan.finish_interrupted(name, note)
 
-    def settle_stream(self, name: str) -> None:
+    def end_stream(self, name: str) -> None:
         """Give all envs back to the caller."""
         current = self._fan.unfinished
         if isinstance(current, InFlight):
@@ -487,7 +487,7 @@ class OwnPace:
             requests = Requests(current.name, asked, current.requests)
             busy = {env for member in asked for env in self._sharing.envs(member, requests)}
         elif isinstance(current, Round):
-            self._fan.settle("idle_envs", note)
+            self._fan.finish_interrupted("idle_envs", note)
         return [env for env in range(self._sharing.count) if env not in busy]
 
     def is_busy(self) -> bool:

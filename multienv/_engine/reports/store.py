@@ -178,9 +178,3 @@ def submit(path: Path, compose: Compose, size: int, *, wait: bool) -> None:
         return
     if wait:
         writing.join(PATIENCE)
-
-
-def settle() -> None:
-    """Wait until all reports that were submitted are written."""
-    for writing in being_written():
-        writing.join()
