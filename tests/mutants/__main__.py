@@ -1,7 +1,7 @@
 """Applies each mutant to a copy of the package, and prints a table of the tests that catch them.
 
-For each mutant the tree is copied without the native extension, which is built if the mutant is in it. The text is
-replaced, and pytest is run in the copy with ``-x``: first the files that the mutant hints at, then STAGES, until a test
+For each mutant the tree is copied without the native extension, which is built if the mutant is in it. The change is
+made, and pytest is run in the copy with ``-x``: first the files that the mutant hints at, then STAGES, until a test
 fails. Then that test is run without the mutant: if it fails there too, it has caught nothing. A test that hangs is
 broken off; that counts as caught, and the table says so.
 
@@ -31,6 +31,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kit.process_table import descendants
+from mutants.changes import applied, file_of
 from mutants.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
@@ -72,14 +73,6 @@ class Verdict(NamedTuple):
         return bool(self.caught_by) and self.how in ("failed", "hangs")
 
 
-def applied(mutant: Mutant, text: str) -> str:
-    """Return the text of a mutant's file with the defect. Raises ValueError unless ``old`` stands there once."""
-    found = text.count(mutant.old)
-    if found != 1:
-        raise ValueError(f"{mutant.file}: stands there {found} times: {mutant.old!r} ({mutant.name})")
-    return text.replace(mutant.old, mutant.new)
-
-
 def copy_tree(target: Path) -> None:
     """Copy what tests need."""
     for name in COPIED:
@@ -96,7 +89,7 @@ def tree_with(mutant: Mutant | None) -> Iterator[Path]:
         tree = Path(directory)
         copy_tree(tree)
         if mutant is not None:
-            file = tree / "multienv" / mutant.file
+            file = file_of(mutant.place, tree / "multienv")
             file.write_text(applied(mutant, file.read_text()))
             if file.suffix == ".c":
                 build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
@@ -232,17 +225,17 @@ def write_table(path: Path, rows: dict[str, str]) -> None:
 def main() -> int:
     """Try out the mutants that are asked for; return 1 if one survives."""
     parser = argparse.ArgumentParser(prog="python tests/mutants", description=__doc__)
-    parser.add_argument("--only", metavar="TEXT", action="append", help="mutants whose name or file has this in it")
+    parser.add_argument("--only", metavar="TEXT", action="append", help="mutants whose name or place has this in it")
     parser.add_argument("--tests", metavar="PATH", nargs="+", help="run these in place of the stages")
     parser.add_argument("--table", metavar="FILE", type=Path, help="also write the table to this file")
     parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
     options = parser.parse_args()
-    chosen = [one for one in MUTANTS if not options.only or any(part in one.name + one.file for part in options.only)]
+    chosen = [one for one in MUTANTS if not options.only or any(part in one.name + one.place for part in options.only)]
     if options.list:
-        print(*(f"{one.invariant:2} {one.file}: {one.name}" for one in chosen), sep="\n")
+        print(*(f"{one.invariant:2} {one.place}: {one.name}" for one in chosen), sep="\n")
         return 0
     for mutant in chosen:
-        applied(mutant, (ROOT / "multienv" / mutant.file).read_text())  # before anything is run
+        applied(mutant, file_of(mutant.place, ROOT / "multienv").read_text())  # before anything is run
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # A killed program leaves nothing either.
