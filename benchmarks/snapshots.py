@@ -94,9 +94,10 @@ def build(env_id: str) -> Any:
 
 
 def measure_fork(env_id: str, repeats: int) -> None:
-    """Print how much longer a step takes after which a snapshot is taken; medians of blocks, in turns with none."""
+    """Print what a snapshot adds to the steps, after each tenth of them; medians of blocks, in turns with none."""
+    every = 10  # so that one copy has ended, and the next one is ready, before there is another
     with (
-        SubprocessEnv(lambda: build(env_id), restart=RestartPolicy(snapshot_every=1)) as forks,
+        SubprocessEnv(lambda: build(env_id), restart=RestartPolicy(snapshot_every=every)) as forks,
         SubprocessEnv(lambda: build(env_id), restart=RestartPolicy(snapshots=False)) as never,
     ):
         costs = []
@@ -107,11 +108,12 @@ def measure_fork(env_id: str, repeats: int) -> None:
             seconds = []
             for env in (forks, never):
                 begin = time.perf_counter()
-                for _ in range(50):
+                for _ in range(20 * every):
                     _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+                    time.sleep(1e-3)  # as a policy takes
                     if terminated or truncated:
                         env.reset()
-                seconds.append((time.perf_counter() - begin) / 50)
+                seconds.append((time.perf_counter() - begin) / 20)
             if repeat:
                 costs.append(seconds[0] - seconds[1])
         taken = forks.statistics().snapshots
