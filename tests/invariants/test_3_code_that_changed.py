@@ -271,7 +271,7 @@ def later(seconds: float, call: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("envs", [1, 2])
+@pytest.mark.parametrize("envs", [1, pytest.param(2, marks=pytest.mark.ci)])
 def test_a_file_that_is_half_saved_for_a_second_is_waited_for(module: Module, caplog: Any, envs: int) -> None:
     run = Run(module, envs)
     run.steps(4)
@@ -296,8 +296,10 @@ def test_a_file_that_is_half_saved_for_a_second_is_waited_for(module: Module, ca
 @pytest.mark.parametrize(
     ("mode", "recovers"),
     [
-        *[(mode, "replay") for mode in ("alone", "DISABLED", "NEXT_STEP", "SAME_STEP", "MultiEnv")],
-        ("NEXT_STEP", "truncate"),
+        ("alone", "replay"),
+        ("SAME_STEP", "replay"),
+        *[pytest.param(mode, "replay", marks=pytest.mark.ci) for mode in ("DISABLED", "NEXT_STEP", "MultiEnv")],
+        pytest.param("NEXT_STEP", "truncate", marks=pytest.mark.ci),
     ],
 )
 def test_a_file_that_stays_broken_truncates_and_only_the_next_reset_raises(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multienv._engine.worker import source_files
+from multienv._engine.worker import imports, source_files
 from multienv._engine.worker.source_files import changed_file, noted
 
 
@@ -79,3 +79,18 @@ def test_files_that_both_have_are_compared_by_time_and_size_and_on_another_host_
     assert changed_file(before, of("there", one=(9, 10), two=(9, 20))) == ""
     assert changed_file(before, of("there", one=(1, 10), two=(2, 21))) == "two"
     assert changed_file(b"", before) == changed_file(before, b"") == ""
+
+
+class SaysThatItIsAModule:
+    """As the libraries of cffi are, which lie in sys.modules: its class is no module, and it has no attributes."""
+
+    __slots__ = ()
+    __class__ = type(sys)  # type: ignore[assignment]
+
+
+def test_an_object_that_only_says_that_it_is_a_module_is_passed_over(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "noted_module", SaysThatItIsAModule())
+    assert str(module) not in files_of(noted(0))
+    assert not imports._is_installed(SaysThatItIsAModule())

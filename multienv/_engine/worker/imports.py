@@ -29,5 +29,5 @@ class BeforeBuild:
 
 def _is_installed(module: object) -> bool:
     """Tell whether a module belongs to an installed package; its attributes are not looked up, which may run code."""
-    path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    path = vars(module).get("__file__") if issubclass(type(module), ModuleType) else None  # not one that only says so
     return isinstance(path, str) and any(folder in path for folder in _INSTALLED)

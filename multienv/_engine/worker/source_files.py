@@ -29,7 +29,9 @@ def note(began: int) -> None:
     """
     for module in list(sys.modules.values()):
         # As an attribute of the module it could be code of the user that is run, or the import of a lazy one.
-        path = object.__getattribute__(module, "__dict__").get("__file__") if isinstance(module, ModuleType) else None
+        # By its type: an object of cffi in sys.modules only says that it is a module.
+        is_module = issubclass(type(module), ModuleType)
+        path = object.__getattribute__(module, "__dict__").get("__file__") if is_module else None
         if isinstance(path, str) and path not in _noted and not _is_standard(path):
             _noted[path] = _version_of(path, began)
 
