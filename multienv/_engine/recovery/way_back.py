@@ -24,7 +24,7 @@ from multienv._engine.sometimes import sometimes
 
 @dataclass(frozen=True, slots=True)
 class KeptSnapshot:
-    """The frozen process that ``snapshot()`` has kept under a token; ``number``: of the last request executed in it."""
+    """Names the frozen process that ``snapshot()`` has kept; ``number``: of the last request executed in it."""
 
     token: int
     number: int
@@ -32,7 +32,7 @@ class KeptSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class NewestSnapshot:
-    """The frozen copy that a lost process has left.
+    """Names the frozen copy that a lost process has left.
 
     Attributes:
         of: The channel to the lost process.
@@ -47,14 +47,14 @@ class NewestSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A new process in which the journal is repeated, from the construction of the envs or from a reset of each."""
+    """Stands for a new process in which the journal is repeated, from the construction of the envs or from resets."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class NewEnvs:
-    """A new process with new envs, in which these calls and attributes are repeated."""
+    """Stands for a new process with new envs, in which these calls and attributes are repeated."""
 
     calls: tuple[bytes, ...] = ()
 
