@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from kit.own_process import Forks
-from multienv._engine.worker import census as module
 from multienv._engine.worker.census import OBSTACLES, Found, census, put_back, standard_streams
 
 # Nobody holds them; the process is about to end.
@@ -139,9 +138,8 @@ FOUND: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 }
 
 
-def look(make: str, path: str, sees_all_locks: bool) -> list[str]:
+def look(make: str, path: str) -> list[str]:
     """Make something, and return what the census finds that was not there before."""
-    module._sees_all_locks = lambda: sees_all_locks  # type: ignore[assignment]
     before, standard = descriptors(), standard_streams()
     kept = (LOCKS.get(make) or FOUND[make][0])(Path(path))
     try:
@@ -173,14 +171,12 @@ def path(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("what", list(FOUND))
 def test_each_kind_of_thing_is_found_and_judged(what: str, path: str, forks: Forks) -> None:
-    assert forks.call(look, what, path, True) == FOUND[what][1]
+    assert forks.call(look, what, path) == FOUND[what][1]
 
 
-@pytest.mark.parametrize("sees_all", [True, False])
 @pytest.mark.parametrize("what", list(LOCKS))
-def test_each_kind_of_lock_is_found(what: str, sees_all: bool, path: str, forks: Forks) -> None:
-    """Where the kernel does not show the locks of all processes, each open file is looked at."""
-    assert forks.call(look, what, path, sees_all) == ["locks"]
+def test_each_kind_of_lock_is_found(what: str, path: str, forks: Forks) -> None:
+    assert forks.call(look, what, path) == ["locks"]
 
 
 def look_beside_a_lock(path: str) -> list[str]:

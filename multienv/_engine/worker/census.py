@@ -50,7 +50,6 @@ _OUR_DATA = f"/memfd:{DATA_NAME} "  # Python's mmap keeps a descriptor of what i
 _OBSTACLE_OF = {stat.S_IFSOCK: SOCKETS, stat.S_IFIFO: PIPES, stat.S_IFCHR: DEVICES, stat.S_IFBLK: DEVICES}
 # Their files look like regular ones.
 _KERNEL_FOLDERS = ("/proc", "/sys", "/sys/fs/cgroup", "/dev/mqueue")
-_OF_ALL_PROCESSES = "pid:[4026531836]"  # the PID namespace in which /proc/locks shows all locks
 _STANDARD = 2  # standard input, output and error
 
 
@@ -150,7 +149,7 @@ def _mappings() -> Iterator[Found]:
 
 
 def _descriptors(ours: Collection[int], standard: Collection[tuple[int, int, int]]) -> Iterator[Found]:
-    locked, files = _locked_inodes(), dict[tuple[int, ...], list[Found]]()
+    files = dict[tuple[int, ...], list[Found]]()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor in ours:
             continue
@@ -163,7 +162,7 @@ def _descriptors(ours: Collection[int], standard: Collection[tuple[int, int, int
         # A duplicate of standard output shares its position with the trainer: opened anew it would overwrite.
         if (1, *place) in standard or (descriptor <= _STANDARD and (descriptor, *place) in standard):
             continue
-        found = _judged(descriptor, status, flags, locked)
+        found = _judged(descriptor, status, flags)
         if found is not None and found.obstacle:
             yield found
         elif found is not None:  # together with those that may be the same open file
@@ -173,11 +172,11 @@ def _descriptors(ours: Collection[int], standard: Collection[tuple[int, int, int
         yield from alike if len(alike) == 1 else _with_duplicates(alike)
 
 
-def _judged(descriptor: int, status: os.stat_result, flags: int, locked: Collection[int] | None) -> Found | None:
+def _judged(descriptor: int, status: os.stat_result, flags: int) -> Found | None:
     """Return what is found of a descriptor; ``None``: it is harmless."""
     kind = stat.S_IFMT(status.st_mode)
     if kind in (stat.S_IFREG, stat.S_IFDIR):
-        return _judged_file(descriptor, status, flags, locked)
+        return _judged_file(descriptor, status, flags)
     if kind == stat.S_IFCHR and status.st_rdev in _HARMLESS_DEVICES:
         return None
     if kind == stat.S_IFSOCK:
@@ -187,7 +186,7 @@ def _judged(descriptor: int, status: os.stat_result, flags: int, locked: Collect
     return Found(_OBSTACLE_OF.get(kind, DESCRIPTORS), _name(descriptor))
 
 
-def _judged_file(descriptor: int, status: os.stat_result, flags: int, locked: Collection[int] | None) -> Found | None:
+def _judged_file(descriptor: int, status: os.stat_result, flags: int) -> Found | None:
     """Return what is found of a regular file or a folder; ``None``: it is harmless."""
     if flags & os.O_PATH:  # only a name
         return None
@@ -197,7 +196,7 @@ def _judged_file(descriptor: int, status: os.stat_result, flags: int, locked: Co
         return Found(DEVICES, _name(descriptor))
     if flags & os.O_ACCMODE == os.O_RDWR:
         return Found(FILES, _name(descriptor))
-    if (locked is None or status.st_ino in locked) and "lock:" in Path(f"/proc/self/fdinfo/{descriptor}").read_text():
+    if _is_locked(descriptor):
         return Found(LOCKS, _name(descriptor))
     return Found(0, "", descriptor, flags, os.lseek(descriptor, 0, os.SEEK_CUR))
 
@@ -220,18 +219,13 @@ def _with_duplicates(alike: Sequence[Found]) -> list[Found]:
     return found
 
 
-def _locked_inodes() -> Collection[int] | None:
-    """Return the inodes on which any process holds a lock; ``None``: the kernel does not show them all."""
-    if not _sees_all_locks():
-        return None
-    lines = Path("/proc/locks").read_text().splitlines()
-    return {int(part.rpartition(":")[2]) for line in lines for part in line.split() if part.count(":") == 2}
-
-
-@cache
-def _sees_all_locks() -> bool:
-    # In another PID namespace, locks of processes that have ended are left out, though their files may be open here.
-    return os.access("/proc/locks", os.R_OK) and os.readlink("/proc/self/ns/pid") == _OF_ALL_PROCESSES  # noqa: PTH115
+def _is_locked(descriptor: int) -> bool:
+    # Not by /proc/locks: to read that stops all file locking of the system for a moment, which may take milliseconds.
+    told = os.open(f"/proc/self/fdinfo/{descriptor}", os.O_RDONLY)
+    try:
+        return b"lock:" in os.read(told, 4096)
+    finally:
+        os.close(told)
 
 
 @cache
