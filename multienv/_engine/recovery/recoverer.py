@@ -448,6 +448,7 @@ class Recoverer:
                 if lost is not None and not any(isinstance(one, NewestSnapshot) for one in way.sources):
                     lost.kill()
                     lost.release(keep_memory=True)  # it shows what the caller saw last
+                    lost = None
                 try:
                     channel, event = self._attempt(build, instruction, progress, anew)
                 except NotBuilt as error:
