@@ -268,7 +268,8 @@ class RayOptions(Named):
             nodes as possible. Or a list of node ids, taken in turn.
         runtime_env: As in ``ray.init``: packages and files for the hosts. They need multienv, gymnasium and everything
             that the envs import.
-        suspect_after: Seconds of silence after which a host counts as lost. Its envs are then recovered on another
+        suspect_after: Seconds after which a host counts as lost that gives signs of life, but no answer. One that gives
+            none counts as lost after 1.5 s, or ``suspect_after`` if that is less. Its envs are recovered on another
             node.
         placement_timeout: Seconds that a host may wait for a node with enough free CPUs.
     """

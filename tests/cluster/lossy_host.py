@@ -26,9 +26,9 @@ from multienv.config import RayOptions
 
 FAULTS = {
     "lost": "not executed; the caller is told that the call has failed",
-    "swallowed": "not executed; the caller never hears of it",
+    "swallowed": "not executed; the caller never hears of it, but the host gives signs of life",
     "unanswered": "executed; the caller is told that the call has failed",
-    "silent": "executed; the caller never hears of it",
+    "silent": "executed; the caller never hears of it, nor of the host",
     "late": "executed after the next call",
     "slow reply": "the reply comes after those of later calls",
     "dead": "the host dies, and the caller is told",
@@ -112,6 +112,13 @@ class LossyHost:
         if fault:
             self.struck.append((number, fault))
         self._pool.submit(self._carry, data, fault, future)
+        return future
+
+    def pulse(self) -> Future[None]:
+        """Give a sign of life; a host that was silent to the last call gives none."""
+        future: Future[None] = Future()
+        if self._cluster.schedule(self._index, self.calls, []) != "silent":
+            future.set_result(None)
         return future
 
     def end(self) -> None:

@@ -52,7 +52,7 @@ from multienv import (
     RestartPolicy,
 )
 from multienv._engine.cluster import courier, fleet, frames, relay
-from multienv._engine.cluster.courier import Courier
+from multienv._engine.cluster.courier import PULSE_PATIENCE, Courier
 from multienv._engine.cluster.frames import Frame
 from multienv._engine.cluster.relay import Relay
 from multienv.envs.ray_env import RayEnv
@@ -149,6 +149,25 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
     assert [host.name for host in cluster.hosts[:2]] == ["node 0", "node 1"]
     assert "has been silent for" in events[0].detail
     assert "node 0" in events[0].detail
+
+
+def test_host_without_a_sign_of_life_is_lost_long_before_one_that_only_owes_an_answer(clusters: Clusters) -> None:
+    """A call may be long under way because much is carried: silence alone says little."""
+    waited = {}
+    for fault in ("silent", "swallowed"):
+        events: list[Any] = []
+        schedule = (
+            silent_from(7) if fault == "silent" else lambda host, call, _: "swallowed" if host + call == 7 else ""
+        )
+        _, options = clusters.make(schedule, suspect_after=4.0)
+        with RayEnv(partial(CounterEnv, horizon=5), ray=options, hooks=[events.append]) as env:
+            began = time.monotonic()
+            assert_as_if_local(env, horizon=5)
+            waited[fault] = time.monotonic() - began
+        says_so = "gave no sign of life" in events[0].detail
+        assert says_so is (fault == "silent")
+    assert waited["silent"] < PULSE_PATIENCE + 2.0
+    assert waited["swallowed"] > 4.0
 
 
 def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, tmp_path: Path) -> None:

@@ -1169,6 +1169,14 @@ MUTANTS = [
         ("tests/invariants/test_5_recovery_is_bounded.py",),
     ),
     Mutant(
+        "A host that gives no sign of life is waited for as long as one that only owes an answer.",
+        5,
+        "courier:Courier._look_for_silence",
+        "min(self._suspect_after, PULSE_PATIENCE)",
+        "self._suspect_after",
+        ("tests/cluster/test_relay.py",),
+    ),
+    Mutant(
         "What a worker tells of itself ends on a cluster before the time of its resets.",
         5,
         "relay:TOLD",

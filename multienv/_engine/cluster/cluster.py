@@ -265,6 +265,9 @@ class HostActor:
         """Exchange frames, see ``Relay.exchange``."""
         return self._relay.exchange(serial, sent)
 
+    def pulse(self) -> None:
+        """Give a sign of life."""
+
 
 class RayHost:
     """Is a host that a courier calls."""
@@ -278,6 +281,11 @@ class RayHost:
         """Call the relay."""
         refuse_if_disconnected(self._ray)
         answer: Future[list[Frame]] = self._actor.exchange.remote(serial, sent).future()
+        return answer
+
+    def pulse(self) -> Future[None]:
+        """Ask the actor for a sign of life."""
+        answer: Future[None] = self._actor.pulse.remote().future()
         return answer
 
     def end(self) -> None:

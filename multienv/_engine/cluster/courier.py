@@ -4,14 +4,17 @@ Nobody who posts a frame waits for this thread, nor it for them: frames lie in a
 trainer's thread still rings for other workers it keeps the GIL, so all that it asks in a round goes with one call.
 
 A call answers within a second (``relay.HOLD``), with what there is to tell. If one fails, or is silent for
-``suspect_after``, the host is lost: whether its frames were carried out is not known, and no call is made twice. What
-comes from the host later is dropped, because its channels have ended and a new relay has other names. This object is
-the incarnation that fences it off.
+``suspect_after``, the host is lost: whether its frames were carried out is not known, and no call is made twice. A call
+may be long under way, because much is to be carried. So the host is asked for a sign of life meanwhile, which carries
+nothing: one that gives none for ``PULSE_PATIENCE`` is lost, too, long before Ray says so of its node. What comes from
+the host later is dropped, because its channels have ended and a new relay has other names. This object is the
+incarnation that fences it off.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import select
 import threading
 import time
@@ -33,8 +36,12 @@ from multienv._engine.threads import Bell
 _CALLS = 2
 # Awaited of a channel that is being killed or closed: no request has this number.
 _ITS_END = 0
+# Seconds that a call is under way before the host is asked for a sign of life; then as often. And how long it may take:
+# more than a busy node or a short break of its network, less than a user notices.
+_PULSE_EVERY = 0.25
+PULSE_PATIENCE = 1.25
 # Seconds by which a look that is due may come late. Later, and this process was stopped (Ctrl-Z), or kept from running.
-_LATE = 1.0
+_LATE = 0.25
 
 
 class RemoteHost(Protocol):
@@ -44,6 +51,10 @@ class RemoteHost(Protocol):
 
     def call(self, serial: int, sent: list[Frame]) -> Future[list[Frame]]:
         """Call ``Relay.exchange``. If the future raises, the host is lost."""
+        ...
+
+    def pulse(self) -> Future[None]:
+        """Ask for a sign of life: the future is done when it comes."""
         ...
 
     def end(self) -> None:
@@ -84,7 +95,9 @@ class Courier:
         self._outbox: deque[Frame] = deque()
         self._ended: deque[tuple[int, Future[list[Frame]]]] = deque()  # calls whose futures are done
         self._calls: dict[int, float] = {}  # those under way by number, and when they were made
-        self._looked = 0.0
+        self._pulse: Future[None] | None = None  # a sign of life that was asked for
+        self._pulsed = 0.0  # when that was
+        self._look_at = math.inf  # when the next look is due
         self._serials = itertools.count(1)
         self._waiting: dict[int, int] = {}  # channel → request that is not answered
         self._bell = Bell()
@@ -164,12 +177,14 @@ class Courier:
         while self._ended:
             self._hear(*self._ended.popleft())
         now = time.monotonic()
-        self._look_for_silence(now)
+        self._look_for_silence(host, now)
         self._send(host, now)
         if not self.lost:
             poller = select.poll()
             poller.register(self._bell.descriptor, select.POLLIN)
-            poller.poll(HOLD * 1000)
+            nap = _PULSE_EVERY if self._calls else HOLD
+            self._look_at = now + nap
+            poller.poll(nap * 1000)
 
     def _send(self, host: RemoteHost, now: float) -> None:
         """Make a call with all frames that lie in the outbox, or one that only waits for answers."""
@@ -198,6 +213,7 @@ class Courier:
         del self._calls[serial]
         error = future.exception()  # raised, it would hold this frame, and that the future: a cycle that keeps the bell
         if error is None:
+            self._pulse = None  # this is a sign of life
             self._hand_out(future.result())
         else:
             self.lost = self.lost or _short(error)
@@ -224,15 +240,21 @@ class Courier:
         for channel in sleepers:  # last: the trainer finds all answers when it is woken once
             channel.rouse()
 
-    def _look_for_silence(self, now: float) -> None:
-        """See whether a call is silent for too long. While this process was stopped, it could not hear anybody."""
-        late = now - self._looked - HOLD
-        if self._looked and late > _LATE:
+    def _look_for_silence(self, host: RemoteHost, now: float) -> None:
+        """See whether the host is silent for too long. While this process was stopped, it could not hear anybody."""
+        late = now - self._look_at
+        if late > _LATE:
             self._calls = {serial: made + late for serial, made in self._calls.items()}
-        self._looked = now
-        silent = now - min(self._calls.values(), default=now) - HOLD
+            self._pulsed += late
+        oldest = min(self._calls.values(), default=math.inf)
+        silent, without_pulse = now - oldest - HOLD, now - self._pulsed
         if silent >= self._suspect_after:
             self.lost = f"it has been silent for {silent:.1f} s"
+        elif self._pulse is None or self._pulse.done():
+            if now >= max(oldest, self._pulsed) + _PULSE_EVERY:
+                self._pulse, self._pulsed = host.pulse(), now
+        elif self._calls and without_pulse >= min(self._suspect_after, PULSE_PATIENCE):
+            self.lost = f"it has been silent for {without_pulse:.1f} s, and gave no sign of life when it was asked"
 
 
 def _short(error: BaseException) -> str:
