@@ -152,6 +152,49 @@ def test_a_template_that_is_stopped_goes_on(slow: Slow, imports: Any) -> None:
         assert len(imports()) == 1
 
 
+def test_a_template_that_is_stopped_while_it_imports_goes_on(slow: Slow, imports: Any) -> None:
+    name = slow("import signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    with SubprocessEnv(ImportingEnv, preload=[name], deadlines=Deadlines(start=20.0), reports="") as env:
+        env.initialize()
+        assert len(imports()) == 1
+
+
+KILLED = """
+    import pathlib, signal
+    if open('/proc/self/comm').read().startswith('multienv preloa') and not pathlib.Path({!r}).exists():
+        {}
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("preload", [("slow_module",), "auto"])
+def test_a_template_that_is_killed_while_it_imports_is_made_again_for_the_next_worker(
+    slow: Slow, imports: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], preload: Any
+) -> None:
+    slow(KILLED.format(str(tmp_path / "killed"), f"pathlib.Path({str(tmp_path / 'killed')!r}).touch()"))
+    with SubprocessEnv(ImportingEnv, preload=preload, restart=REPLAYED, reports="") as env:
+        env.reset(seed=0)
+        wait_for((tmp_path / "killed").exists)
+        for _ in range(3):
+            kill_worker(env)
+            assert not env.step(1)[3]
+        assert len(imports()) == 3  # the worker that did without, and twice the template
+    assert "preload is not used" not in capfd.readouterr().err
+
+
+def test_a_template_that_is_killed_again_and_again_while_it_imports_is_given_up(
+    slow: Slow, imports: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = slow(KILLED.format(str(tmp_path / "never"), "pass"))
+    with SubprocessEnv(CounterEnv, preload=[name], restart=REPLAYED, reports="") as env:
+        env.reset(seed=0)
+        for _ in range(4):
+            kill_worker(env)
+            assert not env.step(1)[3]
+        assert len(imports()) == 3
+    assert capfd.readouterr().err.count("ended by signal 9") == 1
+
+
 def test_a_new_monitor_has_a_new_template(slow: Slow, imports: Any) -> None:
     with SubprocessEnv(ImportingEnv, preload=[slow()], restart=REPLAYED, reports="") as env:
         env.reset(seed=0)
@@ -177,6 +220,7 @@ THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(1000
         ("import socket; KEPT = socket.socketpair()\n", "importing slow_module has left an open file (socket:["),
         ("import subprocess; KEPT = subprocess.Popen(['sleep', '1000'])\n", "has left child processes"),
         ("import mmap; KEPT = mmap.mmap(-1, 4096)\n", "has left shared memory"),
+        ("time = __import__('time'); os.fork() and time.sleep(1)\n", "has left child processes"),
         ("os.abort()\n", "the process that was to import it ended by signal 6 (Aborted)."),
         ("os._exit(3)\n", "the process that was to import it ended with exit code 3."),
     ],

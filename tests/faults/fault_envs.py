@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import random
 import resource
 import signal
 import socket
+import stat
 import subprocess
+import tempfile
 import threading
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from gymnasium import spaces
 
 from kit import CounterEnv, FaultyEnv
 from multienv import SubprocessEnv
+from multienv._engine.worker.snapshots import ANNOUNCEMENT
 
 
 class Alarmed(CounterEnv):
@@ -41,6 +46,29 @@ class Alarmed(CounterEnv):
             signal.pause()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
         return super().step(action)
+
+
+class BabblingEnv(CounterEnv):
+    """Writes to sockets and pipes of its process that are not its own."""
+
+    def babble(self, seed: int, others: list[int]) -> None:
+        """Send the monitor announcements of no snapshot, and any bytes, with the wrong descriptors and the right."""
+        chance = random.Random(seed)
+        pids = [*others, os.getpid(), 0, 1, 2**22, 2**64 - 1]
+        announcement = ANNOUNCEMENT.pack(chance.choice(pids), chance.getrandbits(64), chance.choice([0, 1, 2**64 - 1]))
+        found = [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]
+        ours, theirs = socket.socketpair()
+        with ours, theirs, tempfile.TemporaryFile() as file:
+            handed = [[], [ours.fileno()], [file.fileno()], [ours.fileno(), theirs.fileno(), file.fileno()]]
+            for number in found:
+                with contextlib.suppress(OSError):
+                    if stat.S_ISFIFO(os.fstat(number).st_mode):
+                        os.write(number, chance.randbytes(100))
+                    elif stat.S_ISSOCK(os.fstat(number).st_mode):
+                        data = chance.choice([announcement, announcement, chance.randbytes(chance.randrange(1, 200))])
+                        rights = array("i", chance.choice(handed))
+                        with socket.socket(fileno=os.dup(number)) as over:
+                            over.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [])
 
 
 class CrashesByChance(CounterEnv):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
 import signal
+import subprocess
+import textwrap
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_envs import BabblingEnv
 
 from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, is_alive, kill_worker, monitor_pid
 from kit.trainer_process import becomes_true
@@ -68,6 +73,75 @@ def test_what_an_env_started_ends_with_it_although_the_monitor_is_dead() -> None
     assert becomes_true(lambda: not is_alive(left))
 
 
+REPLAYED = RestartPolicy(snapshots=False, backoff=0.0)
+
+# --- what a child sends it ------------------------------------------------------------------------
+
+
+def test_the_monitor_and_other_workers_survive_what_a_worker_writes_to_it() -> None:
+    with (
+        SubprocessEnv(partial(CounterEnv, horizon=None), reports="") as other,
+        subprocess.Popen(["sleep", "1000"]) as bystander,
+    ):
+        other.reset(seed=0)
+        first, kept = monitor_pid(), other.snapshot()
+        for seed in range(16):
+            with SubprocessEnv(BabblingEnv, reports="") as env:
+                env.reset(seed=0)
+                env.call("babble", seed, [first, bystander.pid, other.statistics().pid])
+                if seed % 4 == 0:
+                    kill_worker(env)
+                assert int(env.step(1)[0][0]) == 1
+            other.step(1)
+        assert bystander.poll() is None
+        bystander.kill()
+        other.restore(kept)
+        assert other.step(1)[0][0] == 1
+        assert monitor_pid() == first
+        assert other.statistics().losses == 0
+
+
+ANSWERS = """
+    import glob, random, socket, struct
+    chance = random.Random({seed})
+    channels = [int(n) for n in os.listdir("/proc/self/fd") if int(n) > 2 and os.path.exists(f"/proc/self/fd/{{n}}")]
+    def babble():
+        if open("/proc/self/comm").read() != "multienv preloa\\n":
+            return
+        pids = [int(path.split("/")[2]) for path in glob.glob("/proc/[0-9]*")] + [0, -1, -5, -10**6, 2**62]
+        data = [struct.pack("<q", chance.choice(pids)), chance.randbytes(chance.randrange(1, 20)), b"ready", b"\\0", b"\\0x"]
+        for number in channels:
+            try:
+                os.write(number, chance.choice(data))
+            except OSError:
+                pass
+    {when}
+"""
+
+
+@pytest.mark.parametrize("when", ["os.register_at_fork(before=babble)", "babble()"])
+def test_the_monitor_and_other_workers_survive_what_an_import_writes_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with SubprocessEnv(CounterEnv, reports="") as other:
+        other.reset(seed=0)
+        first = monitor_pid()
+        for seed in range(6):
+            name = f"babbling_{seed}_{when[:2]}"
+            (tmp_path / f"{name}.py").write_text("import os\n" + textwrap.dedent(ANSWERS).format(seed=seed, when=when))
+            env = SubprocessEnv(CounterEnv, preload=[name], restart=REPLAYED, reports="")
+            with contextlib.suppress(WorkerLostError):  # no answer that makes sense: the next try does without
+                env.initialize()
+            with env:
+                env.reset(seed=0)
+                kill_worker(env)
+                assert int(env.step(1)[0][0]) == 1
+            other.step(1)
+        assert monitor_pid() == first
+        assert other.statistics().losses == 0
+
+
 # --- without the monitor --------------------------------------------------------------------------
 
 LIMITED = Deadlines(step=0.5, reset=0.5)
@@ -106,9 +180,6 @@ def kill_monitors(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     monkeypatch.setattr(MonitorClient, "send", kill_then_send)
     return lambda count: left.__setitem__(0, count)
-
-
-REPLAYED = RestartPolicy(snapshots=False, backoff=0.0)
 
 
 def test_a_launch_survives_monitors_that_die_one_after_the_other(kill_monitors: Callable[[float], None]) -> None:

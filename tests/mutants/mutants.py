@@ -45,6 +45,8 @@ ASKED = ("tests/unit/test_worker_asked.py",)
 OUTSIDE = ("tests/invariants/test_3_the_world_outside.py",)
 MAIN_SCRIPT = ("tests/contract/test_main_script.py",)
 SCRIPTS = ("tests/contract/test_scripts_that_async_vector_env_runs.py",)
+PRELOAD = ("tests/contract/test_preload.py",)
+MONITOR = ("tests/faults/test_monitor.py",)
 SEVEN = "tests/invariants/test_7_nothing_left_behind.py"
 
 
@@ -405,6 +407,54 @@ MUTANTS = [
         "source_files.note(began)",
         "",
         CODE,
+    ),
+    Mutant(
+        "Where an import has forked, the child is a template, too.",
+        6,
+        "template:_serve",
+        "os.getpid() != own",
+        "False",
+        PRELOAD,
+    ),
+    Mutant(
+        "What an import writes where a template answers is taken for a pid.",
+        6,
+        "template:Template.fork",
+        "pid in known or parent_of(pid) != os.getpid()",
+        "pid == 0",
+        MONITOR,
+    ),
+    Mutant(
+        "A template that is killed while it imports is never begun again.",
+        6,
+        "template:Template.note_end",
+        "self._killed < _MOST_KILLED",
+        "False",
+        PRELOAD,
+    ),
+    Mutant(
+        "A template that is stopped while it imports is not resumed.",
+        6,
+        "monitor:Monitor._advance",
+        "kill([template.pid for template in self._templates.values() if template.waiting], signal.SIGCONT)",
+        "",
+        PRELOAD,
+    ),
+    Mutant(
+        "Any process that a worker announces counts as a snapshot of it.",
+        6,
+        "monitor:Monitor._hear",
+        "pid in self._spared() or parent_of(pid) not in (worker.pid, os.getpid())",
+        "False",
+        MONITOR,
+    ),
+    Mutant(
+        "A descriptor that is no socket ends the monitor.",
+        6,
+        "monitor:Monitor._hear",
+        "(OSError, struct.error, IndexError)",
+        "(struct.error, IndexError)",
+        MONITOR,
     ),
     Mutant(
         "A file that is written while it may be imported counts as known.",
@@ -1272,7 +1322,7 @@ MUTANTS = [
         "forked:part_from_monitor",
         "prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
         "prctl(_PR_SET_PDEATHSIG, 0)",
-        ("tests/faults/test_monitor.py",),
+        MONITOR,
     ),
     Mutant(
         "Processes that a dead worker's env has started are not killed.",

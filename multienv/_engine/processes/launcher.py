@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +42,13 @@ from multienv._engine.processes.environment import (
 from multienv._engine.processes.leftovers import end_orphans, remove_folder
 from multienv._engine.processes.limits import limit_error, raise_descriptor_limit, refuse_too_many
 from multienv._engine.processes.protocol import DROP, FREE, LAUNCH, PRELOAD, WAKE, Order, tell_fate
-from multienv._engine.processes.worker_process import ProcessChannel, live, run_uninterrupted
+from multienv._engine.processes.worker_process import (
+    LONGEST_SEND,
+    ProcessChannel,
+    live,
+    run_uninterrupted,
+    send_patiently,
+)
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Lock
 from multienv._engine.wire.messages import Imports, MainScript, Setting
@@ -65,9 +70,7 @@ LIGHT = (
 _APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 # Of all workers, or a set would be iterated in another order in a replacement; the trainer's own cannot be had.
 _hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
-# Seconds until an order that the monitor's socket does not take is given up.
-_LONGEST_SEND = 30.0
-# The same where a finalizer gives the order: the monitor takes hundreds of them in a second.
+# As LONGEST_SEND, where a finalizer gives the order: the monitor takes hundreds of them in a second.
 _LONGEST_FREE = 1.0
 # Monitors that may end, one after the other, before one of them has taken the order to launch a worker.
 _MONITORS = 3
@@ -77,8 +80,6 @@ _NO_LAUNCH = (
 )
 # The monitor has ended, or takes no more orders.
 _ENDED = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
-# The socket is full, or too many descriptors wait in it.
-_FULL = (errno.EAGAIN, errno.ETOOMANYREFS)
 
 
 def method_of(context: Any) -> str:
@@ -249,19 +250,14 @@ class MonitorClient:
         """Tell whether the monitor runs."""
         return self.process.poll() is None
 
-    def send(self, order: Order, descriptors: Sequence[int] = (), *, patience: float = _LONGEST_SEND) -> None:
+    def send(self, order: Order, descriptors: Sequence[int] = (), *, patience: float = LONGEST_SEND) -> None:
         """Send an order; wait up to ``patience`` seconds while the socket is full. Raises OSError."""
-        until = time.monotonic() + patience
-        while True:
-            try:
-                with self._closing:
-                    order.send(self._control, descriptors)
-                return
-            except OSError as error:
-                if error.errno not in _FULL or time.monotonic() >= until:
-                    raise
-            self.resume()
-            time.sleep(0.001)  # not a poll: a socket with room may still hold as many descriptors as are allowed
+
+        def send() -> None:
+            with self._closing:
+                order.send(self._control, descriptors)
+
+        send_patiently(send, self.resume, patience)
 
     def know(self, preload: Preload) -> None:
         """Tell the monitor of a preload, unless it knows it. Raises OSError."""

@@ -57,7 +57,7 @@ def is_starting(pid: int) -> bool:
     """Tell whether this process is in the middle of ``exec``: what it will be cannot be known yet."""
     with contextlib.suppress(OSError):
         if not Path(f"/proc/{pid}/cmdline").read_bytes():
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            return _stat(pid)[0] != "Z"
     return False
 
 
@@ -132,6 +132,18 @@ def _group_of(pid: int) -> int:
     with contextlib.suppress(OSError):  # it has ended
         return os.getpgid(pid)
     return 0
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of this process; -1 if there is no such process."""
+    with contextlib.suppress(OSError):
+        return int(_stat(pid)[1])
+    return -1
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel tells of this process from its state on, proc(5). Raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def children() -> set[int]:

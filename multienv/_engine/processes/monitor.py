@@ -18,6 +18,7 @@ import select
 import selectors
 import signal
 import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ from multienv._engine.processes.leftovers import (
     mapped_by,
     mark_in,
     members,
+    parent_of,
     remove_folder,
     shared_memory,
     unlink_unused,
@@ -101,6 +103,7 @@ class FrozenCopy:
     number: int  # of the last request executed in it
     channel: socket.socket  # a message wakes the snapshot, closing ends it
     folder: str  # the worker's
+    launch: int  # the worker's
 
     def end(self) -> None:
         """End the snapshot, also if it has been stopped: it exits when its channel closes."""
@@ -115,6 +118,7 @@ class MonitoredWorker:
 
     pid: int
     folder: str  # for temporary files; a woken snapshot goes on with that of the worker it was taken from
+    launch: int  # number of the launch that it comes from
     fate: socket.socket
     stderr: int
     stack: int
@@ -357,7 +361,7 @@ class Monitor:
             self._older = {name: self._older.get(name, number) for name in shared_memory()}
             folder = made(self._folder and f"{self._folder}/{number}")
             order = replace(order, folder=number if folder else -1)
-            forked = 0 if template is None else template.fork(order, [*lines.ends, lines.stderr_write])
+            forked = template.fork(order, [*lines.ends, lines.stderr_write], self._spared()) if template else 0
             pid = forked or os.fork()
         except OSError as error:
             self._decline(descriptors, f"The monitor cannot launch the worker: {error}. {advice(error)}")
@@ -365,8 +369,7 @@ class Monitor:
         if pid == 0:
             ends = [*lines.ends, lines.stderr_write]
             become_worker(ends, order, monitor, folder, self._spawn_command, self._thread_variables)
-        self._launches[mark_of(monitor, pid)] = number
-        self._admit(lines, pid, folder)
+        self._admit(lines, pid, folder, number)
 
     def _remove_folders(self) -> None:
         """Remove the folders of workers that have ended and have left no snapshot."""
@@ -440,7 +443,9 @@ class Monitor:
             kill([template.pid])  # _reap() goes on
 
     def _lose_template(self, template: Template, code: int) -> None:
-        """Note that a template has ended: if it was good, the next launch forks another, else workers do without.
+        """Note that a template has ended: if it was good, or was killed, the next launch forks another.
+
+        Else workers do without.
 
         One that is to leave out a package begins again; launches that wait do not wait for that.
         """
@@ -490,7 +495,7 @@ class Monitor:
             self._decline(descriptors, f"The monitor cannot wake the snapshot: {error}. {advice(error)}")
             return
         snapshot.channel.close()
-        self._admit(lines, snapshot.pid, snapshot.folder)
+        self._admit(lines, snapshot.pid, snapshot.folder, snapshot.launch)
 
     @staticmethod
     def _decline(descriptors: list[int], why: str) -> None:
@@ -499,33 +504,38 @@ class Monitor:
             os.write(descriptors[0], tell_fate(Fate(None, stderr=why)))
         close_all(descriptors)
 
-    def _admit(self, lines: Lines, pid: int, folder: str) -> None:
+    def _admit(self, lines: Lines, pid: int, folder: str, launch: int) -> None:
         """Register the descriptors of a new worker."""
-        worker = self._workers[pid] = lines.keep(pid, folder)
+        self._launches[mark_of(os.getpid(), pid)] = launch
+        worker = self._workers[pid] = lines.keep(pid, folder, launch)
         self._on_readable(worker.stderr, lambda: self._forward_stderr(worker))
         self._on_readable(worker.stack, lambda: self._collect_stack(worker))
         self._on_readable(worker.fate.fileno(), lambda: self._take_order_of(worker))
         self._on_readable(worker.announcements.fileno(), lambda: self._hear(worker))
 
     def _hear(self, worker: MonitoredWorker) -> None:
-        """Read the announcements of all snapshots that the worker has taken so far."""
+        """Read the announcements of all snapshots that the worker has taken so far.
+
+        The env can write there, too: after what is no announcement, none is read any more.
+        """
         while worker.announcements.fileno() >= 0:
+            descriptors: list[int] = []
             try:
                 data, descriptors = receive_with_descriptors(worker.announcements, ANNOUNCEMENT.size)
+                pid, number, token = ANNOUNCEMENT.unpack(data)
+                channel = socket.socket(fileno=descriptors.pop(0))
             except BlockingIOError:
                 return
-            except OSError:
-                data, descriptors = b"", []
-            if len(data) < ANNOUNCEMENT.size or not descriptors:
+            except (OSError, struct.error, IndexError):
                 close_all(descriptors)
                 self._forget(worker.announcements.fileno())
                 worker.announcements.close()
                 return
-            pid, number, token = ANNOUNCEMENT.unpack(data)
-            monitor = os.getpid()
-            self._launches[mark_of(monitor, pid)] = self._launches[mark_of(monitor, worker.pid)]
-            snapshot = FrozenCopy(pid, number, socket.socket(fileno=descriptors[0]), worker.folder)
-            if token in self._freed:
+            close_all(descriptors)
+            snapshot = FrozenCopy(pid, number, channel, worker.folder, worker.launch)
+            if pid in self._spared() or parent_of(pid) not in (worker.pid, os.getpid()):  # it has ended, or never was
+                channel.close()
+            elif token in self._freed:
                 snapshot.end()
             elif token:
                 self._kept[token] = snapshot
@@ -665,6 +675,7 @@ class Monitor:
         due = now + (SOON if self._some_start else LOOK)
         if now < self._ends_at:  # else a resource tracker is waited for
             due = min(due, self._ends_at)
+        kill([template.pid for template in self._templates.values() if template.waiting], signal.SIGCONT)
         for worker in list(self._workers.values()):
             if now >= worker.stack_due:
                 worker.stack_due = float("inf")
@@ -716,13 +727,13 @@ class Lines(NamedTuple):
         """Return the worker's descriptors, in the order in which `WorkerDescriptors.of` takes them."""
         return self.wake_socket, self.memory, self.stack_write, self.announcements_write
 
-    def keep(self, pid: int, folder: str) -> MonitoredWorker:
+    def keep(self, pid: int, folder: str, launch: int) -> MonitoredWorker:
         """Close the worker's ends; return a `MonitoredWorker` that holds the monitor's ends."""
         close_all([*self.ends, self.stderr_write])
         fate, announcements = socket.socket(fileno=self.fate), socket.socket(fileno=self.announcements)
         fate.setblocking(False)
         announcements.setblocking(False)
-        return MonitoredWorker(pid, folder, fate, self.stderr_read, self.stack_read, announcements)
+        return MonitoredWorker(pid, folder, launch, fate, self.stderr_read, self.stack_read, announcements)
 
 
 def refuse_incomplete(descriptors: list[int]) -> None:

@@ -19,7 +19,6 @@ import pickle
 import select
 import signal
 import socket
-import stat
 import struct
 import sys
 import time
@@ -28,7 +27,7 @@ from collections.abc import Set as AbstractSet
 from typing import NoReturn
 
 from multienv._engine.processes.forked import become_worker, part_from_monitor
-from multienv._engine.processes.leftovers import kill, open_descriptors
+from multienv._engine.processes.leftovers import kill, open_descriptors, parent_of
 from multienv._engine.processes.protocol import Order, close_all
 from multienv._engine.wire.messages import Setting
 from multienv._engine.worker import main as worker_main
@@ -37,9 +36,11 @@ from multienv._engine.worker.census import CHILDREN, OBSTACLES, SHARED, THREADS,
 
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
+# So many may be killed while they import: by the user, or for want of memory.
+_MOST_KILLED = 3
 _READY = b"ready"
 _LEFT_OUT = "\0"  # before the name of a package that is to be left out, and before the reason
-_OWN = 5  # so many descriptors that come with an order are the worker's ends and stderr
+_OWN = 5  # so many descriptors that come with an order are the worker's ends and stderr; then comes stdout
 _MOST_TEXT = 2000
 # The pid of a worker that was forked, or the negative number of the error.
 _ANSWER = struct.Struct("<q")
@@ -70,6 +71,7 @@ class Template:
         self.left_out: set[str] = set()
         self._channel: socket.socket | None = None
         self._imports = b""
+        self._killed = 0  # so many were killed while they imported, or because of their answer
 
     def take_imports(self, descriptors: list[int]) -> None:
         """Read what to import from a file: the arguments of ``_import`` but the first, pickled; close the file."""
@@ -104,42 +106,55 @@ class Template:
         self.is_ready = self._told == _READY
 
     def note_end(self, code: int) -> str:
-        """Note that the process has ended with this exit code; return what to tell the user if it was no good."""
+        """Note that the process has ended with this exit code; return what to tell the user if it was no good.
+
+        One that was killed is no reason to do without, if that does not happen again and again.
+        """
         if not self._told:
             self.hear()
-        was_ready, why = self.is_ready, self._told.decode(errors="replace") or _words(code)
+        was_ready, told = self.is_ready, self._told.decode(errors="replace")
         self._forget_process()
-        if was_ready:
+        self._killed += not told and code == -signal.SIGKILL
+        if was_ready or (not told and code == -signal.SIGKILL and self._killed < _MOST_KILLED):
             return ""
-        if why.startswith(_LEFT_OUT):
-            _, left_out, why = why.split(_LEFT_OUT, 2)
+        left_out, _, why = told[1:].partition(_LEFT_OUT)
+        if told.startswith(_LEFT_OUT) and left_out not in self.left_out:
             self.left_out.add(left_out)
             return f"preload='auto' leaves out {left_out}: {why}."
-        self.refusal = f"preload is not used, and each worker imports {self._title} for itself: {why}."
+        self.refusal = f"preload is not used, and each worker imports {self._title} for itself: {told or _words(code)}."
         return self.refusal
 
-    def fork(self, order: Order, descriptors: Sequence[int]) -> int:
+    def fork(self, order: Order, descriptors: Sequence[int], known: AbstractSet[int]) -> int:
         """Fork a worker, with these descriptors and the stdout of this process; return its pid.
 
-        Returns 0 if there is no process. Raises OSError.
+        Returns 0 if there is no process. Raises OSError, also if the answer is no new child of the monitor's: what was
+        imported can write to the channel, too.
+
+        Args:
+            order: What the trainer wants.
+            descriptors: Of the worker.
+            known: Children that the monitor knows.
         """
         if self._channel is None:
             return 0
         kill([self.pid], signal.SIGCONT)
         try:
-            order.send(self._channel, [*descriptors, *_stdout()])
+            order.send(self._channel, [*descriptors, 1])
         except OSError:
             return 0
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         answer = self._channel.recv(_ANSWER.size) if poller.poll(1000 * FORK_PATIENCE) else b""
-        if len(answer) < _ANSWER.size:
-            kill([self.pid])
-            raise OSError(errno.ESRCH, f"The process that has imported {self._title} has ended, or does not answer")
-        (pid,) = _ANSWER.unpack(answer)
-        if pid < 0:
+        pid = int(_ANSWER.unpack(answer)[0]) if len(answer) == _ANSWER.size else 0
+        if -pid in errno.errorcode:
             raise OSError(-pid, os.strerror(-pid))
-        return int(pid)
+        if pid in known or parent_of(pid) != os.getpid():
+            kill([self.pid])
+            if answer:  # not its own: it counts as killed while it imported
+                self._channel.close()
+                self.is_ready, self._told = False, b""
+            raise OSError(errno.ESRCH, f"The process that has imported {self._title} has ended, or gives no answer")
+        return pid
 
     def end(self) -> None:
         """Kill the process; the monitor reaps it."""
@@ -150,13 +165,6 @@ class Template:
         if self._channel is not None:
             self._channel.close()
         self.pid, self.is_ready, self._told, self._channel = 0, False, b"", None
-
-
-def _stdout() -> list[int]:
-    """Return the descriptor of stdout; none if it is closed, or if a socket of ours has its number."""
-    with contextlib.suppress(OSError):
-        return [] if stat.S_ISSOCK(os.fstat(1).st_mode) else [1]
-    return []
 
 
 def _words(code: int) -> str:
@@ -178,7 +186,10 @@ def _serve(
         worker_main.set_title("multienv preload")
         if own_folder:
             os.environ["TMPDIR"] = own_folder
+        own = os.getpid()
         refusal = _import(left_out, *pickle.loads(imports))
+        if os.getpid() != own:  # an import has forked, and goes on in the child
+            os._exit(0)
         worker_main.take_signals()  # a module may have set others
         channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _READY)
         while not refusal:
@@ -242,30 +253,32 @@ def _left(before: set[int], standard: set[tuple[int, int, int]]) -> str:
 
 
 def _fork(channel: socket.socket, order: Order, descriptors: list[int], monitor: int, folder: str) -> None:
-    """Fork a process that forks a worker, tells its pid and ends; the monitor adopts the worker."""
+    """Fork a process that forks a worker and ends, and tell the worker's pid: it is a child of the monitor by then."""
     try:
-        between = os.fork()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            between = os.fork()
+            if between == 0:
+                _fork_worker(theirs, order, descriptors, monitor, folder)
+            os.waitpid(between, 0)
+            answer = ours.recv(_ANSWER.size, socket.MSG_DONTWAIT)
     except OSError as error:
-        channel.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
-    else:
-        if between == 0:
-            _fork_worker(channel, order, descriptors, monitor, folder)
-        os.waitpid(between, 0)
+        answer = _ANSWER.pack(-(error.errno or errno.EIO))
+    channel.sendall(answer)
     close_all(descriptors)
 
 
-def _fork_worker(channel: socket.socket, order: Order, descriptors: list[int], monitor: int, folder: str) -> NoReturn:
+def _fork_worker(ours: socket.socket, order: Order, descriptors: list[int], monitor: int, folder: str) -> NoReturn:
     own = os.getpid()
     try:
         pid = os.fork()
         if pid == 0:
             while os.getppid() == own:
                 time.sleep(0.0005)  # not a poll: nothing tells a process that its parent has changed
-            for stdout in descriptors[_OWN:]:
-                os.dup2(stdout, 1)
+            os.dup2(descriptors[-1], 1)
             become_worker(descriptors[:_OWN], order, monitor, f"{folder}/{order.folder}" if order.folder >= 0 else "")
-        channel.sendall(_ANSWER.pack(pid))
+        ours.sendall(_ANSWER.pack(pid))
     except OSError as error:
-        channel.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
+        ours.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
     finally:
         os._exit(0)

@@ -58,8 +58,10 @@ _STACK_PATIENCE = 1.0
 KILL_PATIENCE = 2.0
 # Seconds that the end of a process keeps a core busy, at most. If many end together, the last waits for the others.
 _END_SECONDS = 0.01
-# Seconds given to other workers to take descriptors that were sent to them, when too many are on their way.
-_LONGEST_HANDING = 30.0
+# Seconds until what a socket does not take is given up: an order, or descriptors when too many are on their way.
+LONGEST_SEND = 30.0
+# The socket is full, or too many descriptors wait in it, or in those of other processes.
+_FULL = (errno.EAGAIN, errno.ETOOMANYREFS)
 
 # All channels of this process that have descriptors, for its exit and for forked children.
 live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
@@ -90,6 +92,26 @@ def run_uninterrupted(function: Callable[[], T]) -> T:
         del task  # the traceback holds this frame
 
 
+def send_patiently(send: Callable[[], object], resume: Callable[[], None], seconds: float) -> None:
+    """Send; try it again for so many seconds while the socket, or all that hold descriptors, is full. Raises OSError.
+
+    Args:
+        send: Sends at once, or raises OSError.
+        resume: Has the monitor go on if it has been stopped.
+        seconds: How long.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            send()
+            return
+        except OSError as error:
+            if error.errno not in _FULL or time.monotonic() >= until:
+                raise
+        resume()
+        time.sleep(0.001)  # not a poll: a socket with room may still hold as many descriptors as are allowed
+
+
 class ProcessChannel(Channel):
     """Talks to one process. To be made inside :func:`run_uninterrupted`.
 
@@ -118,25 +140,13 @@ class ProcessChannel(Channel):
             with wake_socket:
                 if shared >= 0:
                     self.segment.words[SHARED] = 1
-                    self._hand(shared)
+                    hand = partial(send_with_descriptors, self._wake_socket, b"\0", [shared])
+                    send_patiently(hand, resume, LONGEST_SEND)  # ahead of all wake bytes
                 self._fate, fate = map(ours.enter_context, socket.socketpair())
                 with fate:
                     give([fate.fileno(), wake_socket.fileno(), self.segment.descriptor])
             ours.pop_all()
         live.add(self)
-
-    def _hand(self, shared: int) -> None:
-        """Send a descriptor over the wake socket, ahead of all wake bytes. Raises OSError."""
-        until = time.monotonic() + _LONGEST_HANDING
-        while True:
-            try:
-                send_with_descriptors(self._wake_socket, b"\0", [shared])
-                return
-            except OSError as error:
-                if error.errno != errno.ETOOMANYREFS or time.monotonic() >= until:
-                    raise
-            self._resume()
-            time.sleep(0.001)  # not a poll: the descriptors that wait are in the sockets of other processes
 
     @property
     def pid(self) -> int | None:
