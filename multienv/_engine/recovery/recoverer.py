@@ -59,7 +59,7 @@ from multienv._engine.wire.messages import (
 from multienv._engine.wire.segment import REPLAYING, RESTARTS, SLOT
 from multienv._engine.worker.source_files import changed_file
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import NoCapacityError, ResultNotPicklableError
+from multienv.errors import NoCapacityError, ResultNotPicklableError, counted
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
@@ -556,7 +556,7 @@ class Recoverer:
             until = (time.monotonic() + until) / 2
         if limit is not None:
             until = min(until or math.inf, time.monotonic() + len(calls) * limit + REPLAY_GRACE)
-        progress.doing = f"repeating {len(calls)} calls in a new process"
+        progress.doing = f"repeating {counted(len(calls), 'call')} in a new process"
         self.ask(channel, Replay(b"", calls=calls), until, progress=progress)
 
     def _changed_code(self, build: Build, channel: Channel, progress: RecoveryProgress) -> str:
@@ -655,7 +655,7 @@ class Recoverer:
         if progress.is_optional:
             until = min(progress.until or math.inf, time.monotonic() + self._policy.replay_limit)
         message, codec = plan.message, self.codec
-        progress.doing = f"replaying {plan.requests} requests"
+        progress.doing = f"replaying {plan.requests} request{'s' * (plan.requests != 1)}"
         answered = self.ask(channel, message, until, self._limits_of(plan), progress)
         progress.replayed += plan.requests
         starts = {start.slot: start.entry for start in message.starts if start.waits}

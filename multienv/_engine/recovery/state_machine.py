@@ -368,7 +368,8 @@ def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception
             advice = f"{pending} is pending. Call {pending}_wait() first."
         return CallPendingError(f"{name}(): {advice}", pending)
     if not is_built:
-        return UsageError(f"{name}(): the env is not built yet. Call initialize() first.")
+        called = name if name.endswith("_space") else f"{name}()"
+        return UsageError(f"{called}: the env is not built yet. Call initialize() first.")
     if is_wait:
         return NoAsyncCallError(f"{name}(): call {name.removesuffix('_wait')}_async() first.", name)
     if kind is not Kind.STEP or state.episode in (Episode.RUNNING, Episode.TRUNCATED):
