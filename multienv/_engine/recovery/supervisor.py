@@ -95,6 +95,7 @@ from multienv._engine.recovery.state_machine import (
     instruction_of,
     name_of,
     refusal,
+    slots_between,
 )
 from multienv._engine.recovery.way_back import KeptSnapshot, NewEnvs, Replayed, Source
 from multienv._engine.sometimes import sometimes
@@ -501,7 +502,11 @@ class Supervisor:
 
     def _publish(self) -> None:
         assert self.channel is not None
-        self.pending.publish(self.channel, self.position.number + 1, self.state)
+        self.pending.publish(self.channel, self.position.number + 1, self.state, self._between(self.state))
+
+    def _between(self, state: State) -> tuple[int, ...]:
+        """Return the slots that begin their next episode in the pending step, which they take no other part in."""
+        return slots_between(state, self.ended(), self.rules) if state.skipped and not self.position.build.exact else ()
 
     def _name(self) -> str:
         return "initialize" if self.state.request is None else self.state.request.name
@@ -636,6 +641,7 @@ class Supervisor:
             self._tell(loss_recovery, "raised", "")
         else:
             is_reset = request is not None and request.kind is Kind.RESET
+            is_reset |= len(self.state.skipped) == len(self._between(self.state)) > 0
             self._tell(loss_recovery, "reset" if is_reset else "truncated", self.state.what)
 
     def _tell(self, loss_recovery: LossRecovery, outcome: Outcome, reason: str) -> None:
@@ -763,7 +769,8 @@ class Supervisor:
         after = interned(after)
         self.reporter.path.append((event, after))
         loss_recovery.processes = self.state.losses
-        outcome, reason = loss_recovery.outcome(event, instruction, self.state, after, self.position.journal.memory)
+        memory, begun = self.position.journal.memory, self._between(after)
+        outcome, reason = loss_recovery.outcome(event, instruction, self.state, after, memory, begun)
         self._tell(loss_recovery, outcome, reason)
         self._become(after, instruction)
         return instruction
