@@ -220,8 +220,9 @@ class RestartPolicy(Named):
             the old process ends, and a new one begins the next episode; nothing is replayed. The random generators go
             on, so the trajectory changes only if the env remembers earlier episodes. During an episode (and always with
             SAME_STEP and several envs in a process) the process is replaced by a replay, as after a loss. If the envs
-            cannot be replayed, or cannot be built beside the old ones (a port, a licence), a warning says so, and it is
-            tried again after some more episodes, then with the old process ended first. This limit and the next two
+            cannot be replayed, or cannot be built beside the old ones (a port, a licence, a lock that is waited for as
+            long as ``replay_limit``), a warning says so, and it is tried again after some more episodes, then, for all
+            workers that were made in the same call, with the old process ended first. This limit and the next two
             are checked every 64 steps, and when an episode begins or ends.
         recycle_after_episodes: Replace a process after this many episodes; needs one env per process. With 1, each
             episode has a new process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import resource
@@ -174,6 +175,15 @@ class Port(MemoryEnv):
 
     def close(self) -> None:
         self.socket.close()
+
+
+class LockedEnv(CounterEnv):
+    """Waits in its constructor, as long as it takes, for a lock that it holds while it lives."""
+
+    def __init__(self, file: Path, **counter: Any) -> None:
+        super().__init__(**counter)
+        self.held = file.open("w")
+        fcntl.flock(self.held, fcntl.LOCK_EX)
 
 
 class SeesSeedEnv(CounterEnv):

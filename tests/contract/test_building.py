@@ -101,7 +101,8 @@ def test_an_env_fn_that_raises(context):
     assert (error.command, error.code, error.joint) == ("initialize", 7, "knee")
     assert "raise_at_build" in error.remote_traceback
     assert type(error.__cause__) is EndlessFailure
-    assert "raise_at_build" in "".join(traceback.format_exception(error.__cause__))
+    printed = "".join(traceback.format_exception(error.__cause__))
+    assert ("raise_at_build" in printed, "worker/host.py" in printed) == (True, False)
     with pytest.raises(UsageError):
         env.reset()
     with pytest.raises(EndlessFailure):

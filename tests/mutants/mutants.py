@@ -1453,7 +1453,7 @@ MUTANTS = [
     Mutant(
         "The traceback of an uncaught exception of an env has frames of the worker.",
         9,
-        "texts:cause_of",
+        "reports.texts:cause_of",
         "foreign_frames(failure.traceback)",
         "failure.traceback",
         ("tests/contract/test_building.py", "tests/invariants/test_9_errors_tell.py"),
@@ -1465,6 +1465,14 @@ MUTANTS = [
         "options & make_kwargs.keys()",
         "()",
         ("tests/contract/test_vector_wrappers.py",),
+    ),
+    Mutant(
+        "Of the processes that a request has lost, each has its line in the log.",
+        9,
+        "reporter:Reporter._log",
+        "groupby(untold, itemgetter(0))",
+        "groupby(untold, id)",
+        ("tests/faults/test_log.py",),
     ),
     # --- 10: isolation ----------------------------------------------------------------------------
     Mutant(
@@ -1532,8 +1540,24 @@ MUTANTS = [
     Mutant(
         "A new process is built beside the old one although that has failed.",
         7,
-        "maintenance:Maintenance.put_off",
-        "self.ends_first = self.ends_first or not is_built",
+        "supervisor:Supervisor._replace",
+        "self.recoverer.code.builds_alone |= isinstance(reason, NotBuilt)",
+        "",
+        RECYCLING,
+    ),
+    Mutant(
+        "A constructor that waits for what the old env holds has all of Deadlines.start, by plan.",
+        5,
+        "recoverer:Recoverer.start_deadline",
+        "limits.append(now + max(self._policy.replay_limit, _SLOWER * self.description.seconds))",
+        "",
+        RECYCLING,
+    ),
+    Mutant(
+        "What one worker has learned of building beside the old envs, the others do not know.",
+        5,
+        "supervisor:Supervisor.share_memory",
+        "self.recoverer.code = other.recoverer.code",
         "",
         RECYCLING,
     ),

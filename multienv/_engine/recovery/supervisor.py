@@ -1179,14 +1179,14 @@ class Supervisor:
         """Replace the process: with new envs if ``is_anew``, else if they can be replayed.
 
         Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
-        the new one is built beside it. If the envs cannot be built there, the old process ends first from then
-        on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
+        the new one is built beside it. If the envs cannot be built there, the old processes of the batch end first from
+        then on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
         """
         maintenance, reporter, position = self.maintenance, self.reporter, self.position
         anew = tuple(range(self.rules.slots)) if is_anew else tuple(sorted(maintenance.needs_rebuild))
         why = maintenance.recycling_due or "after a reset that ended process after process"
         is_all = len(anew) == self.rules.slots
-        ends_first = is_all or (maintenance.ends_first and can_replay(position, frozenset(anew)))
+        ends_first = is_all or (self.recoverer.code.builds_alone and can_replay(position, frozenset(anew)))
         try:
             generators = self.ask_between(GetGenerators(anew)) if anew else {}
         except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
@@ -1212,6 +1212,7 @@ class Supervisor:
                 raise
             self._refuse_if_unusable("step")
             maintenance.put_off(is_built=not isinstance(reason, NotBuilt))
+            self.recoverer.code.builds_alone |= isinstance(reason, NotBuilt)
             sometimes("a process that has ended first is not replaced", ends_first)
             sometimes("a replacement by plan is put off", not ends_first)
             if ends_first:

@@ -108,7 +108,10 @@ def outcome_text(recovery: Recovery) -> str:
     outcome = ", ".join(filter(None, [recovery.outcome, cost, f"in {recovery.seconds:.3f} s"]))
     parts = [happened, f"Outcome: {outcome}."]
     # The reason often begins with what happened.
-    parts += [recovery.reason.removeprefix(happened).strip(), replay_advice(recovery.report)]
+    parts.append(recovery.reason.removeprefix(happened).strip())
+    if recovery.loss.cause == "hung" and recovery.outcome not in ("exact", "replayed"):
+        parts.append(f"The env may only be slower than Deadlines.{deadline_of(recovery.loss.command)}: give it more.")
+    parts.append(replay_advice(recovery.report))
     return " ".join(filter(None, parts))
 
 
