@@ -16,6 +16,11 @@ Rooms, the nearest to the user first. Each imports only from itself and from roo
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import gymnasium as _gymnasium
+
+if not hasattr(_gymnasium.vector, "AutoresetMode"):
+    raise ImportError(f"multienv needs gymnasium 1.1 or later, and this is {_gymnasium.__version__}: upgrade it.")
+
 from multienv._engine.building.building import WorkerOptions
 from multienv._engine.native import native as _native
 from multienv._engine.publishing import publish as _publish

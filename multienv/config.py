@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import numbers
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast
@@ -39,6 +40,7 @@ def takes_options_of(*takers: Callable[..., Any]) -> Callable[[_Function], _Func
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
         shown = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
+        by_position = [name for name, one in shown.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
         for taker in takers:
             for name, one in inspect.signature(taker).parameters.items():
                 if one.kind is one.KEYWORD_ONLY:
@@ -48,13 +50,25 @@ def takes_options_of(*takers: Callable[..., Any]) -> Callable[[_Function], _Func
         def checked(*arguments: Any, **named: Any) -> Any:
             for name in named:
                 if name not in shown:
-                    raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}")
+                    unknown = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+                    raise TypeError(f"{unknown}.{meant(name, shown)}")
+            if len(arguments) > len(by_position):
+                raise TypeError(
+                    f"{function.__qualname__}() takes only {by_position[-1]} by position: give options by name. "
+                    "[env_fn] * 4 is four envs of one function; make_vec('CartPole-v1', 4) makes a vector env of an id."
+                )
             return function(*arguments, **named)
 
         cast("Any", checked).__signature__ = signature.replace(parameters=list(shown.values()))
         return cast("_Function", checked)
 
     return decorate
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return the question whether the known name nearest to an unknown one was meant; ``""``: none is near."""
+    near = difflib.get_close_matches(name, known, 1, 0.7)
+    return f" Did you mean {near[0]}=…?" if near else ""
 
 
 class Named:
@@ -111,6 +125,19 @@ def checked_seed(seed: Any) -> int | None:
     if number < 0:
         raise UsageError(f"Seed must be greater or equal to zero, actual value: {number}. {advice}")
     return number
+
+
+def checked_options(options: Any, count: int) -> list[dict[str, Any] | None]:
+    """Return the options of each env, copies of what ``reset`` was given: a dict for all, or one or None for each."""
+    each = [options] * count if options is None or isinstance(options, Mapping) else options
+    if not isinstance(each, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in each):
+        raise UsageError(
+            f"reset(): options is {options!r:.100}; give one dict for all envs, or a list with a dict or None for "
+            "each. Nothing was sent."
+        )
+    if len(each) != count:
+        raise UsageError(f"reset(): options has {len(each)} items for {count} envs. Nothing was sent.")
+    return [None if one is None else dict(one) for one in each]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -193,8 +220,9 @@ class RestartPolicy(Named):
             the old process ends, and a new one begins the next episode; nothing is replayed. The random generators go
             on, so the trajectory changes only if the env remembers earlier episodes. During an episode (and always with
             SAME_STEP and several envs in a process) the process is replaced by a replay, as after a loss. If the envs
-            cannot be replayed, or cannot be built beside the old ones (a port, a licence), a warning says so, and it is
-            tried again after some more episodes, then with the old process ended first. This limit and the next two
+            cannot be replayed, or cannot be built beside the old ones (a port, a licence, a lock that is waited for as
+            long as ``replay_limit``), a warning says so, and it is tried again after some more episodes, then, for all
+            workers that were made in the same call, with the old process ended first. This limit and the next two
             are checked every 64 steps, and when an episode begins or ends.
         recycle_after_episodes: Replace a process after this many episodes; needs one env per process. With 1, each
             episode has a new process.

@@ -127,6 +127,14 @@ class RemoteTraceback(Exception):  # noqa: N818 - not an error of its own, the t
         return f'\n"""\n{self.text}"""'
 
 
+def show_remotely(error: BaseException, text: str) -> None:
+    """Have an exception that another process raised print the traceback of there, as its own."""
+    try:
+        error.add_note(f"Where it was raised:\n{text}")  # type: ignore[attr-defined]
+    except AttributeError:  # Python 3.10, or an exception that takes no attributes
+        error.__cause__ = RemoteTraceback(text)
+
+
 def catchable_as(base: type[MultienvError], cause: BaseException, message: str) -> MultienvError:
     """Build an error of class ``base`` that ``except type(cause)`` catches too.
 
@@ -240,6 +248,22 @@ class NoCapacityError(ClusterError):
 
 # --- several envs ---------------------------------------------------------------------------
 
+# Errors that the error of several envs tells in full.
+_MOST_TOLD = 8
+
+
+def counted(number: int, thing: str) -> str:
+    """Return a number of things for people to read: ``"1 request"``, ``"2 requests"``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def listed(numbers: Sequence[Any]) -> str:
+    """Return these numbers for people to read: those that follow one another as ``3–5``."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 1 and list(numbers) == list(range(first, first + len(numbers))):
+        return f"{first}–{last}"
+    return ", ".join(map(str, numbers))
+
 
 class NotRestoredError(MultienvError):
     """Raised when ``restore()`` or ``load_state_dict()`` cannot bring the env back exactly.
@@ -280,14 +304,22 @@ class EnvsFailedError(MultienvError):
             advice: What to do next.
             others: How the other envs are; left out if all envs failed.
         """
-        failures = dict(sorted(failures.items()))
+        failures, alike = dict(sorted(failures.items())), dict[Any, list[int]]()
         for index, error in failures.items():
             is_of_several = isinstance(error, WorkerLostError) and len(error.envs) > 1
             if isinstance(error, EnvError | WorkerLostError) and error.env_index is None and not is_of_several:
                 error.env_index = index
+            is_same = type(error).__name__, getattr(error, "remote_traceback", "") or str(error)
+            alike.setdefault(is_same, []).append(index)
         others = others and f" {others}" if len(failures) < len(results) else ""
         lines = [f"{len(failures)} of {len(results)} envs failed in {what}.{others} {advice}"]
-        lines += [f"  env {index}: {type(error).__name__}: {error}" for index, error in failures.items()]
+        for indices in list(alike.values())[:_MOST_TOLD]:
+            error = failures[indices[0]]
+            envs = f"env{'' if len(indices) == 1 else 's'} {listed(indices)}"
+            others = "" if len({str(failures[index]) for index in indices}) == 1 else ", all as the first"
+            lines.append(f"  {envs}{others}: {type(error).__name__}: {error}")
+        if len(alike) > _MOST_TOLD:
+            lines.append(f"  and {len(alike) - _MOST_TOLD} other errors: `failures` has all.")
         message = "\n".join(lines)
         kinds = {
             type(error.__cause__ or error if isinstance(error, EnvError) else error) for error in failures.values()
@@ -297,7 +329,7 @@ class EnvsFailedError(MultienvError):
         assert isinstance(error, cls)
         error.failures = dict(failures)
         error.results = list(results)
-        error.__cause__ = first
+        error.__cause__ = (first.__cause__ if isinstance(first, EnvError) else None) or first  # the env's own
         return error
 
 

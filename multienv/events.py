@@ -61,8 +61,8 @@ class Recovery:
         outcome: ``"exact"``: the same episode goes on, from a forked copy of the lost process or from all that happened
             since the env was built, verified. ``"replayed"``: the same episode goes on, repeated from a reset; at least
             one whole episode compared equal, but an env that remembers something from before that reset may go on
-            otherwise. ``"truncated"``: the episode ended, and the transition says so. ``"reset"``: you had called for a
-            new episode anyway and got a clean one. ``"raised"``: an error was raised.
+            otherwise. ``"truncated"``: the episode ended, and the transition says so. ``"reset"``: the old episode
+            had ended, or you had called for a new one, which began clean. ``"raised"``: an error was raised.
         reason: Why the recovery is not exact, or ``""``.
         replayed: Number of requests that were run again, in all attempts together; a replay whose process ended, or
             that raised, counts none.

@@ -22,7 +22,7 @@ from multienv.cli.env_functions import env_functions
 from multienv.cli.options import ReportsOption, arguments_of, plain_console
 from multienv.cli.replaying import EnvRaised, Rerun
 from multienv.cli.texts import duration, report_line, visible
-from multienv.errors import UsageError
+from multienv.errors import UsageError, counted
 
 _LATEST = "latest"
 # Reports an event: as text for people, and as named values for programs.
@@ -137,10 +137,10 @@ def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any]
         return
     run.build()
     if run.length:
-        text = f"Running the {run.length:,} requests that came before. If this process ends or hangs here, a fault has"
-        say(f"{text} struck by chance: run it again.", before=run.length)
+        text = f"Running the {counted(run.length, 'request')} that came before. If this process ends or hangs here, a"
+        say(f"{text} fault has struck by chance: run it again.", before=run.length)
         sys.stdout.flush()
-    with Console(stderr=True).status(f"running {run.length} requests ..."):
+    with Console(stderr=True).status(f"running {counted(run.length, 'request')} ..."):
         differences = run.run()
     known = {"requests": run.length, "differences": differences}
     if differences:

@@ -20,7 +20,7 @@ from multienv._engine.cores import spread
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.actions import own_copy
 from multienv._engine.wire.messages import Reset, reset_of_one
-from multienv.config import integer
+from multienv.config import checked_options, integer
 from multienv.envs.autoreset import AutoresetFollowup, AutoResetWrapper, joined
 from multienv.envs.subprocess_env import (
     SupervisedEnv,
@@ -228,7 +228,10 @@ class MultiEnv:
         return [
             reset_of_one(one_seed, one) if chosen else None
             for one_seed, one, chosen in zip(
-                checked_seeds(seed, self.num_envs), self._options(options), self._chosen(mask), strict=True
+                checked_seeds(seed, self.num_envs),
+                checked_options(options, self.num_envs),
+                self._chosen(mask),
+                strict=True,
             )
         ]
 
@@ -237,11 +240,6 @@ class MultiEnv:
         for env, request in zip(self.envs, requests, strict=True):
             if request is not None and isinstance(env, SupervisedEnv):
                 gymnasium.Env.reset(env, seed=request.seeds[0])
-
-    def _options(self, options: Any) -> Sequence[dict[str, Any] | None]:
-        if options is None or isinstance(options, dict):
-            return [options] * self.num_envs
-        return self._one_each("options", options)
 
     def _chosen(self, mask: Any) -> Sequence[bool]:
         if mask is None:
@@ -457,6 +455,8 @@ class MultiEnv:
 
 def _listed(envs: Any) -> list[gymnasium.Env[Any, Any]]:
     """Return a list of envs; the errors say what to write instead."""
+    if isinstance(envs, str) or not isinstance(envs, Iterable):
+        raise UsageError(f"MultiEnv: envs is {envs!r:.100}; give a list of envs.")
     found: list[Any] = list(envs)
     if not found:
         raise UsageError("MultiEnv: envs is empty; give at least one env.")

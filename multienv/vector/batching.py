@@ -24,7 +24,7 @@ from multienv._engine.wire.actions import misfit, own_copy, shown, step_head_of
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.messages import dumps
 from multienv._engine.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_bytes, row_of
-from multienv.config import integer
+from multienv.config import checked_options, integer
 from multienv.errors import ActionError, UsageError, catchable_as
 
 Array = np.ndarray[Any, Any]
@@ -310,15 +310,11 @@ def reset_options(options: Any, num_envs: int) -> tuple[list[Any], Array | None]
         options: As given to ``reset``: ``None``, a mapping for all, or a sequence of one or ``None`` for each env.
         num_envs: How many envs there are.
     """
-    if options is None:
-        return [None] * num_envs, None
-    if isinstance(options, Mapping):
-        of_all = dict(options)
-        mask = check_mask(of_all.pop("reset_mask"), num_envs) if "reset_mask" in of_all else None
-        return [dict(of_all) for _ in range(num_envs)], mask
-    if len(options) != num_envs:
-        raise UsageError(f"reset(): options has {len(options)} items for {num_envs} envs. Nothing was sent.")
-    return [None if one is None else dict(one) for one in options], None
+    mask = None
+    if isinstance(options, Mapping) and "reset_mask" in options:
+        options = dict(options)
+        mask = check_mask(options.pop("reset_mask"), num_envs)
+    return checked_options(options, num_envs), mask
 
 
 def check_mask(mask: Any, num_envs: int) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,8 +13,8 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from multienv._engine.building.building import EnvFn, checked_env_fn
-from multienv.config import integer
-from multienv.errors import UsageError
+from multienv.config import integer, meant
+from multienv.errors import EnvsFailedError, UsageError
 from multienv.vector.hosted_vector_env import HostedVectorEnv
 from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
 
@@ -49,7 +50,7 @@ def make_vec(
     ::
 
         envs = make_vec("CartPole-v1", 8)
-        envs = make_vec("HalfCheetah-v5", 32, vector_kwargs={"autoreset_mode": "SameStep"}, ctrl_cost_weight=0.2)
+        envs = make_vec("HalfCheetah-v5", 32, deadlines=Deadlines(step=5.0), ctrl_cost_weight=0.2)
         envs = make_vec(lambda: MyEnv(), 8, wrappers=[lambda env: TimeLimit(env, 500)])
 
     Args:
@@ -60,20 +61,25 @@ def make_vec(
         vectorization: ``"subprocess"`` makes a :class:`SubprocessVectorEnv`, ``"serial"`` a :class:`SerialVectorEnv`,
             ``"ray"`` a :class:`RayVectorEnv`. Gymnasium's names for the first two, ``"async"`` and ``"sync"``, work
             too, and so does the keyword ``vectorization_mode=``.
-        vector_kwargs: Further arguments for the constructor of that class.
+        vector_kwargs: Options of that class, such as ``{"autoreset_mode": "SameStep"}``, as gymnasium wants them.
         wrappers: Wrappers for each env, the first one innermost; each is called with the env as its only argument.
-        **make_kwargs: Arguments for ``gymnasium.make``, or for the function, in every process: the env's own,
-            ``render_mode`` and ``max_episode_steps``.
+        **make_kwargs: Options of :class:`SubprocessVectorEnv` and :class:`RayVectorEnv`, by name. All others are
+            arguments for ``gymnasium.make``, or for the function, in every process: the env's own, ``render_mode`` and
+            ``max_episode_steps``. Bind an argument of the env that has the name of an option to the function:
+            ``make_vec(partial(gymnasium.make, "MyEnv-v0", copy=3), 8)``.
 
     Returns:
         The envs, built; call ``reset()`` next.
 
     Raises:
+        TypeError: An argument is unknown, to the class or to the env.
         UsageError: The vectorization is unknown, or ``num_envs`` is less than 1.
         EnvsFailedError: Some envs could not be built.
         gymnasium.error.Error: The id is not registered.
     """
     vectorization = _word(make_kwargs.pop("vectorization_mode", None) or vectorization)
+    options = _options()
+    named = {name: make_kwargs.pop(name) for name in options & make_kwargs.keys()}
     if callable(id):
         spec, kwargs, make = None, dict(make_kwargs), id
     elif isinstance(id, str | EnvSpec):
@@ -90,19 +96,33 @@ def make_vec(
         raise UsageError(f"make_vec(): {id!r:.200} is no id, no EnvSpec and no function that builds an env.")
     _check(num_envs, vectorization)
     num_envs = int(num_envs)
-    wrappers, vector_kwargs = tuple(wrappers or ()), dict(vector_kwargs or {})
+    wrappers, vector_kwargs = tuple(wrappers or ()), {**(vector_kwargs or {}), **named}
     env_fns = [make] * num_envs
     if kwargs or wrappers:
         bound = partial(make, **kwargs)
         takes_index = checked_env_fn(bound, None, "make_vec(): the function") is not bound
         makes = [partial(make, index) if takes_index else make for index in range(num_envs)]
         env_fns = [partial(_build, each, kwargs, wrappers) for each in makes]
-    envs = _FACES[vectorization](env_fns, **vector_kwargs)
+    try:
+        envs = _FACES[vectorization](env_fns, **vector_kwargs)
+    except EnvsFailedError as error:
+        for name in make_kwargs:
+            if f"unexpected keyword argument '{name}'" in str(error) and meant(name, options):
+                raise TypeError(
+                    f"make_vec(): {name!r} is no option and no argument of the env.{meant(name, options)}"
+                ) from error.__cause__
+        raise
     if spec is not None:
         ours = (num_envs, vectorization, vector_kwargs, wrappers)
         envs.spec = copy.deepcopy(spec)
         envs.spec.kwargs = kwargs | {name: value for name, value in zip(_OWN, ours, strict=True) if value}
     return envs
+
+
+def _options() -> set[str]:
+    """Return the names of the options of the classes whose envs run in processes."""
+    parameters = inspect.signature(SubprocessVectorEnv).parameters.values()
+    return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} | {"ray"}
 
 
 def _word(mode: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import resource
@@ -174,6 +175,15 @@ class Port(MemoryEnv):
 
     def close(self) -> None:
         self.socket.close()
+
+
+class LockedEnv(CounterEnv):
+    """Waits in its constructor, as long as it takes, for a lock that it holds while it lives."""
+
+    def __init__(self, file: Path, **counter: Any) -> None:
+        super().__init__(**counter)
+        self.held = file.open("w")
+        fcntl.flock(self.held, fcntl.LOCK_EX)
 
 
 class SeesSeedEnv(CounterEnv):
@@ -476,6 +486,35 @@ class MisshapenEnv(CounterEnv):
     def step(self, action: Any) -> Any:
         observation, *rest = super().step(action)
         return (observation[:2] if action == 3 else observation, *rest)
+
+
+class NestedEnv(gymnasium.Env[Any, Any]):
+    """Observes nested Dicts and Tuples, as ``option["as"]`` of a reset says; ``text``: one part has no rows."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, *, text: bool = False) -> None:
+        pair = spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Text(5) if text else spaces.Discrete(2)))
+        self.observation_space = spaces.Dict({"state": spaces.Box(-1, 1, (3,)), "in": spaces.Dict({"pair": pair})})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        whole: Any = self.observation_space.sample()
+        pair = whole["in"]["pair"]
+        made: dict[str, Any] = {
+            "whole": whole,
+            "no key": {"in": whole["in"]},
+            "an array": np.zeros(3),
+            "one more": {**whole, "x": 1},
+            "inner no key": {**whole, "in": {}},
+            "inner array": {**whole, "in": np.zeros(3)},
+            "inner one more": {**whole, "in": {"pair": pair, "y": 1}},
+            "short": {**whole, "in": {"pair": pair[:1]}},
+            "long": {**whole, "in": {"pair": (*pair, 1)}},
+            "no tuple": {**whole, "in": {"pair": 3}},
+            "inner shape": {**whole, "in": {"pair": (np.zeros(5, np.float32), pair[1])}},
+        }
+        return made[(options or {}).get("as", "whole")], {}
 
 
 class LicensedEnv(CounterEnv):

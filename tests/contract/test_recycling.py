@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
-from contract_envs import Port
+from contract_envs import LockedEnv, Port
 from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
@@ -183,6 +185,26 @@ def test_an_env_that_owns_a_port_is_recycled_once_its_old_process_has_ended(
     else:
         assert put_off, "in the middle of an episode the new one is tried beside the old one first"
         assert "is not replaced" in caplog.text
+
+
+def test_env_whose_constructor_waits_for_the_old_one_is_tried_once_for_replay_limit_and_all_workers_learn_it(
+    tmp_path: Path,
+) -> None:
+    events: list[Any] = []
+    policy = RestartPolicy(recycle_after_steps=40, replay_limit=1.5, snapshots=False, backoff=0.0)
+    env_fns = [partial(LockedEnv, tmp_path / str(index), horizon=500) for index in range(2)]
+    options: dict[str, Any] = {"deadlines": Deadlines(start=30.0), "hooks": [events.append]}
+    slowest = []
+    for env in create_subprocess_envs(env_fns, restart=policy, **options):
+        env.reset(seed=5)
+        times = [time.monotonic()]
+        for step in range(70):
+            assert env.step(1)[0][0] == step + 1
+            times.append(time.monotonic())
+        slowest.append(max(after - before for before, after in pairwise(times)))
+        env.close()
+    assert 1.5 <= slowest[0] < 15.0
+    assert [(event.env_index, event.outcome) for event in events] == [(0, "put off"), (1, "exact")]
 
 
 def test_no_process_is_ended_by_plan_in_an_episode_that_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

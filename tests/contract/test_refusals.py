@@ -108,6 +108,7 @@ NO_SECONDS = ("math.nan", "math.inf", "-1", "2e15", "True", "'1'")
 NO_SEEDS = ("-1", "1.5", "'1'", "True", "[1]", "np.array([1, 2])", "np.float64(1)")
 NO_LENGTHS = ("0", "-1", "2.5", "'3'")
 NOT_INITIALIZED = (UsageError, r"initialize\(\)", *ANY, *WAITS, "observation_space", "action_space")
+NO_SPACE = (UsageError, "^action_space: the env is not built yet", "action_space")
 NO_EPISODE = (ResetNeededError, r"reset\(\)", *STEPS)
 ROLLOUTS = [
     (UsageError, "steps is", *(f"rollout(constant, {length})" for length in NO_LENGTHS)),
@@ -115,7 +116,7 @@ ROLLOUTS = [
 ]
 NOT_PICKLED = ["set_attr('x', generator())", "call('poke', generator())", "reset(options={'x': generator()})"]
 SITUATIONS = {
-    "new": Situation(ONE, "", [NOT_INITIALIZED], BEGUN),
+    "new": Situation(ONE, "", [NOT_INITIALIZED, NO_SPACE], BEGUN),
     "started": Situation(ONE, "start()", [NOT_INITIALIZED], BEGUN),
     "before a reset": Situation(ONE + ASYNC, "initialize()", [NO_EPISODE], BEGUN),
     "after the end": Situation(ONE + ASYNC, ENDED, [NO_EPISODE], BEGUN),
@@ -211,7 +212,8 @@ SITUATIONS |= {
             (ActionError, "Nothing was sent", "send([0, generator()])", "send([0, LOCK])"),
             *((ValueError, "seed", f"reset(seed={seed})") for seed in ("[1]", "'123'", "1.5", "-1", "True")),
             *((ValueError, "seed", f"reset(seed={seed})") for seed in ("[1, 2, 3]", "[1, -1]", "[1, '2']")),
-            (UsageError, "options", "reset(options=[{'start': 1}])"),
+            (UsageError, "1 items for 2 envs", "reset(options=[{'start': 1}])"),
+            *((UsageError, "one dict for all envs", f"reset(options={given})") for given in ("[1, 1]", "3", "'ab'")),
             (UsageError, "values", "set_attr('gain', [1.0])"),
         ],
     ),
@@ -290,7 +292,7 @@ SITUATIONS |= {
             (ValueError, "Seed must be a python integer, actual type: <class 'float'>", "reset(seed=[1, 1.5])"),
             (ValueError, "Seed must be a python integer, actual type: <class 'bool'>", "reset(seed=True)"),
             (UsageError, "1 items for 2 envs", "reset(options=[None])"),
-            (TypeError, "not iterable", "reset(options=[1, 1])"),
+            *((UsageError, "one dict for all envs", f"reset(options={given})") for given in ("[1, 1]", "3", "'ab'")),
             (
                 ValueError,
                 "Values must be .* length equal .*Got `3` values for 2",
@@ -451,6 +453,15 @@ NOT_BUILT: list[tuple[Any, ...]] = [
         for face in ("SubprocessVectorEnv", "SerialVectorEnv", "create_subprocess_envs", "SyncSubprocessEnvManager")
         for words, given in ((r"list .*\[fn\] \* n", "CARTPOLE"), ("list ", "'CartPole-v1'"), ("list ", "None"))
     ),
+    *(
+        (TypeError, r"takes only env_fns? by position.*make_vec\('CartPole-v1', 4\)", f"{face}('CartPole-v1', 4)")
+        for face in ("SubprocessVectorEnv", "SerialVectorEnv", "create_subprocess_envs", "SubprocessEnv")
+    ),
+    (UsageError, r"make_vec\('CartPole-v1', n\)", "SubprocessVectorEnv('CartPole-v1')"),
+    (UsageError, "'CartPole-v1'; give a list of envs", "MultiEnv('CartPole-v1')"),
+    (TypeError, "'deadline'. Did you mean deadlines=", "SubprocessVectorEnv([CARTPOLE], deadline=1.0)"),
+    (TypeError, "'deadline' is no option and .* Did you mean deadlines=", "make_vec('CartPole-v1', 2, deadline=1.0)"),
+    (UsageError, "deadlines is 1.0; give deadlines=Deadlines", "make_vec('CartPole-v1', 2, deadlines=1.0)"),
     (UsageError, "deadlocks", "SubprocessEnv(CounterEnv, context='fork')"),
     (UsageError, "restart", "create_subprocess_envs([CounterEnv] * 3, restart='never')"),
     (UsageError, "is None; give a function", "create_subprocess_envs([CounterEnv, None])"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,16 @@ from gymnasium.wrappers import vector as wrappers
 
 from kit import CounterEnv
 from kit.side_by_side import expect_same
-from multienv import SerialVectorEnv, SubprocessVectorEnv, make_vec
+from multienv import (
+    BatchOptions,
+    Deadlines,
+    RayOptions,
+    RayVectorEnv,
+    SerialVectorEnv,
+    SubprocessVectorEnv,
+    WorkerOptions,
+    make_vec,
+)
 
 FACES = [SubprocessVectorEnv, SerialVectorEnv]
 both_faces = pytest.mark.parametrize("face", FACES)
@@ -122,6 +132,36 @@ def test_make_vec_makes_what_gymnasium_makes(vectorization):
     expected = run(theirs)
     expect_same(run(ours), expected)
     expect_same(run(again), expected)
+
+
+def test_make_vec_takes_the_options_of_the_vector_envs_by_name() -> None:
+    """Also beside vector_kwargs; an argument of the env that has the name of an option is bound to the function."""
+    deadlines = Deadlines(step=3.0)
+    options: dict[str, Any] = {"deadlines": deadlines, "envs_per_worker": 1, "merge_infos": False}
+    with make_vec("CartPole-v1", 2, vector_kwargs={"copy": False}, sutton_barto_reward=True, **options) as envs:
+        assert (envs.envs_per_worker, envs.copy) == ([1, 1], False)
+        assert envs.spec.kwargs == {
+            "sutton_barto_reward": True, "num_envs": 2, "vectorization": "subprocess",
+            "vector_kwargs": {"copy": False, **options},
+        }  # fmt: skip
+        assert isinstance(envs.reset(seed=0)[1], list)
+    with make_vec(partial(Copied, copy=3), 1, "serial", copy=False) as envs:
+        assert (envs.get_attr("copied"), envs.copy) == ((3,), False)
+    taken = {
+        name
+        for face in (SubprocessVectorEnv, RayVectorEnv)
+        for name, one in inspect.signature(face).parameters.items()
+        if one.kind is one.KEYWORD_ONLY
+    }
+    assert set(BatchOptions.__annotations__) | set(WorkerOptions.__annotations__) < taken
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ray'"):
+        make_vec("CartPole-v1", 2, ray=RayOptions())
+
+
+class Copied(CounterEnv):
+    def __init__(self, copy: int) -> None:
+        super().__init__()
+        self.copied = copy
 
 
 def test_make_vec_in_short():

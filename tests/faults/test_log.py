@@ -15,7 +15,7 @@ import pytest
 from kit import CounterEnv, Fault, FaultyEnv, kill_worker, reports_written
 from kit.gates import WAIT, GateEnv
 from kit.trainer_process import STUCK_AFTER, becomes_true
-from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.recovery import pending, recoverer
 from multienv.events import Loss, Recovery
 
@@ -40,6 +40,29 @@ def test_a_loss_is_one_warning(action: Any, cost: str, reports: Path, caplog: py
     reports_written()
     (report,) = reports.glob("*.json")
     assert told.endswith(f"s. To see it again: multienv replay {report}")
+
+
+@pytest.mark.parametrize(("attempts", "outcome"), [(1, "exact"), (9, "truncated")])
+def test_losses_in_one_step_are_one_warning_which_says_of_a_deadline_that_the_env_may_only_be_slow(
+    attempts: int, outcome: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[Any] = []
+    policy, deadlines = RestartPolicy(snapshots=False, backoff=0.0), Deadlines(step=0.3)
+    once = tmp_path / "slow" if attempts == 1 else None
+    env_fn = partial(FaultyEnv, fault=Fault("hang", "step", at=2, once=once))
+    with SubprocessEnv(env_fn, env_index=0, restart=policy, deadlines=deadlines, hooks=[events.append]) as env:
+        env.reset(seed=7)
+        env.step(1)
+        assert env.step(1)[3] == (outcome == "truncated")
+        (told,) = [record.getMessage() for record in caplog.records]
+    happened = "The process of env 0 did not answer within its deadline of 0.3 s (Deadlines.step) and was killed"
+    if outcome == "exact":
+        assert told.startswith(f"{happened} during step()")
+    else:
+        assert told.startswith(f"2 processes were lost in the same step(). The last: {happened} during step()")
+    assert ("The env may only be slower than Deadlines.step: give it more. " in told) == (outcome == "truncated")
+    assert f"Outcome: {outcome}, " in told
+    assert [type(event) for event in events] == [Loss, Recovery] * (2 if outcome == "truncated" else 1)
 
 
 @pytest.mark.parametrize("face", ["env", "batch"])

@@ -11,14 +11,27 @@ from typing import Any
 
 import pytest
 from faces import KINDS, RAISE, REPLAY, Face, assert_as_without_losses, counts
+from gymnasium import spaces
+from gymnasium.wrappers import TransformObservation
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, assert_no_splice
+from kit.side_by_side import info_of
 from multienv import (
     RestartPolicy,
 )
 from multienv.errors import MultienvError, ResetNeededError
 
 KILLS = {3, 11, 12}
+
+
+def in_text(env_fn: Any) -> Any:
+    return TransformObservation(env_fn(), lambda seen: f"{seen[0]:.0f}", spaces.Text(9, charset="0123456789"))
+
+
+def steps_seen(observation: Any) -> int:
+    return int(observation if isinstance(observation, str) else observation[0])
+
+
 # Begins its episodes at the same place whatever was before, so that a fresh process shows the same.
 UNREPEATABLE = partial(NondeterministicEnv, horizon=8, count_episodes=False)
 
@@ -74,6 +87,43 @@ def test_a_lost_episode_ends_before_the_autoreset_begins_the_next(kind: str, mod
             assert (begun.reward, begun.terminated, begun.truncated) == (0.0, False, False)
             assert begun.observation[[0, 3]].tolist() == [0, -1]
         assert face.step([2, 3])[0].observation[[0, 3]].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("way", ["step", "rollout"])
+@pytest.mark.parametrize("kind", ["multi_env", "vector_env", "vector_env without rows"])
+@pytest.mark.parametrize("policy", [REPLAY, RestartPolicy(on_crash="truncate")], ids=["replayed", "policy truncate"])
+def test_an_env_that_is_lost_between_two_episodes_begins_the_next_and_no_episode_is_without_a_step(
+    kind: str, policy: RestartPolicy, way: str
+) -> None:
+    """It cannot be recovered; the env beside it, whose episode goes on, is truncated in the same step."""
+    env_fns: list[Any] = [partial(NondeterministicEnv, horizon=horizon, count_episodes=False) for horizon in (3, 8)]
+    if kind.endswith("without rows"):
+        env_fns = [partial(in_text, env_fn) for env_fn in env_fns]
+    events: list[Any] = []
+    options = {"restart": policy, "hooks": [events.append]} | ({} if kind == "multi_env" else {"envs_per_worker": 2})
+    with Face(kind.split()[0], env_fns, "NEXT_STEP", **options) as face:
+        face.reset(seed=0)
+        *_, last = [face.step([0, 0]) for _ in range(3)]
+        assert [row.terminated for row in last] == [True, False]
+        for worker in range(len(face.pids())):
+            face.signal(worker=worker)
+        if way == "step" or kind == "multi_env":
+            begun, broken = face.step([2, 3])
+            assert (begun.reward, begun.terminated, begun.truncated) == (0.0, False, False)
+            assert begun.info.get("multienv", {"recovery": "reset"}) == {"recovery": "reset"}
+            assert steps_seen(begun.observation) == 0
+            assert (broken.truncated, steps_seen(broken.observation)) == (True, 3)
+            assert broken.recovery["recovery"] == "truncated"
+            following = face.step([2, 3])
+            assert [steps_seen(row.observation) for row in following] == [1, 0]
+        else:
+            told = face.envs.rollout(lambda batch: [1, 1], 2)
+            assert told.truncations.tolist() == [[False, True], [False, False]]
+            assert info_of(told.infos[0], 0)["multienv"] == {"recovery": "reset"}
+            assert [[steps_seen(one) for one in after] for after in told.observations[1:]] == [[0, 3]]
+            assert [steps_seen(one) for one in told.final_observations] == [1, 0]
+    outcomes = [one.outcome for one in events if hasattr(one, "outcome")]
+    assert sorted(outcomes) == (["reset", "truncated"] if kind == "multi_env" else ["truncated"])
 
 
 @pytest.mark.parametrize("envs_per_worker", [1, 2])

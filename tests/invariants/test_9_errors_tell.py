@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import traceback
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -43,7 +45,7 @@ def lose(kind: str, fault: Fault, restart: Any = RAISE) -> tuple[Any, int]:
         return error, index
     assert isinstance(error, EnvsFailedError)
     # One error for all, which says the same, and can be caught by the type of its only cause.
-    assert f"env {index}:" in str(error)
+    assert re.search(rf"  envs? (0–)?{index}: ", str(error))
     assert "reset" in str(error).lower()
     assert isinstance(error, type(error.failures[index].__cause__ or error.failures[index]))
     return error.failures[index], index
@@ -152,7 +154,26 @@ def test_an_exception_of_the_env_is_its_own_type_with_its_own_traceback(kind: st
     assert "FaultError: fault at step 4" in str(error)
     for words in ("Traceback", "faults.py", "in misbehave", "raise FaultError(message)"):
         assert words in error.remote_traceback
-    assert error.remote_traceback in str(error.__cause__.__cause__)  # so that an uncaught one prints it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_uncaught_exception_of_an_env_prints_the_envs_traceback_once_and_then_the_error(kind: str) -> None:
+    culprit = partial(FaultyEnv, fault=Fault("raise", "step", at=2))
+    with Face(
+        kind, [CounterEnv] * (kind != "subprocess_env") + [culprit] * (3 if kind != "subprocess_env" else 1)
+    ) as face:
+        face.reset(SEED)
+        face.step([1] * 4)
+        with pytest.raises(EnvError if kind == "subprocess_env" else EnvsFailedError) as caught:
+            face.step([1] * 4)
+    printed = "".join(traceback.format_exception(caught.value))
+    envs, here = printed.split("The above exception was the direct cause of the following exception")
+    assert envs.count("raise FaultError(message)") == envs.count("Traceback (most recent call last)") == 1
+    assert "in misbehave" in envs
+    assert "multienv/_engine/worker" not in envs
+    assert "misbehave" not in here
+    assert here.count("FaultError: fault at step 2") == 1
+    assert kind == "subprocess_env" or "envs 1–3, all as the first: " in here
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -495,9 +495,17 @@ class Run:
         info = {key: value for key, value in (row.info or {}).items() if key != "multienv"}
         ours = (row.info or {}).get("multienv", {})
         row = row._replace(info=info, terminated=bool(row.terminated), truncated=bool(row.truncated))
+        world = self.worlds[env]
         if ours.get("recovery") == "truncated":
             self._excuse(env)
-            self.worlds[env].truncate(row)
+            kills = is_blamed(self._struck_by(self.workers[env]), self.constants)
+            assert kills or world.mode != "NEXT_STEP" or not world.has_ended, "an episode without a step"
+            world.truncate(row)
+        elif ours.get("recovery") == "reset":
+            self._excuse(env)
+            assert world.has_ended, "an episode went on, and a new one has begun"
+            assert (row.reward, row.terminated, row.truncated) == (0.0, False, False), row
+            world.reset(None, row, is_anew=True)
         else:
             self.worlds[env].step(action, row)
 
@@ -686,6 +694,11 @@ def is_forced(struck: Sequence[Fault], policy: str, constants: Constants, *, cha
         return True  # a replay may take as long as Deadlines.recovery, and no other follows
     if any(fault.point == "raises" and fault.event != "build" for fault in struck):
         return True  # it does otherwise than before
+    return is_blamed(struck, constants)
+
+
+def is_blamed(struck: Sequence[Fault], constants: Constants) -> bool:
+    """Tell whether a request, or a build, has ended so many processes that it is given up."""
     # By SIGKILL from outside, as far as anybody knows; but so many times in the same request is no chance.
     deaths = Counter((fault.event, fault.nth) for fault in struck)
     blamed = Counter(
@@ -693,7 +706,9 @@ def is_forced(struck: Sequence[Fault], policy: str, constants: Constants, *, cha
         for fault in struck
         if fault.code == CRASHED or (fault.event == "request" and fault.point in ("hang", "late", "garbage"))
     )
-    return max(deaths.values()) >= constants.losses or max(blamed.values(), default=0) >= constants.poison_after
+    return (
+        max(deaths.values(), default=0) >= constants.losses or max(blamed.values(), default=0) >= constants.poison_after
+    )
 
 
 def may_be_replayed(struck: Sequence[Fault]) -> bool:

@@ -6,6 +6,8 @@ import copy
 import inspect
 import pickle
 import re
+import subprocess
+import sys
 import traceback
 
 import gymnasium
@@ -151,3 +153,27 @@ def test_failures_of_envs_are_named_held_pickled_and_catchable_by_a_type_they_sh
     assert isinstance(again, EnvsFailedError)
     assert (str(again), list(again.failures)) == (str(error), list(failures))
     assert again.results == error.results == ["a", None, (1, 2.0)]
+
+
+def test_errors_of_many_envs_that_are_the_same_are_told_once_with_their_indices_and_of_others_the_first() -> None:
+    failures: dict[int, Exception] = {}
+    for index in range(64):
+        error = failures[index] = EnvError(
+            f"Env {index} raised ValueError: no licence\nduring reset() (last seed {index})."
+        )
+        error.remote_traceback = "the same" if index != 7 else "another"
+    text = str(EnvsFailedError.collect("reset()", failures, [None] * 64))
+    assert len(text.splitlines()) == 5
+    assert (
+        f"envs {', '.join(str(index) for index in range(64) if index != 7)}, all as the first: EnvError: Env 0" in text
+    )
+    assert "  env 7: EnvError: Env 7 raised" in text
+    text = str(EnvsFailedError.collect("reset()", {index: ValueError(index) for index in range(64)}, [None] * 64))
+    assert text.splitlines()[-1] == "  and 56 other errors: `failures` has all."
+
+
+def test_gymnasium_before_1_1_is_refused_in_one_line() -> None:
+    code = "import gymnasium; del gymnasium.vector.AutoresetMode; gymnasium.__version__ = '1.0.0'; import multienv"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = "ImportError: multienv needs gymnasium 1.1 or later, and this is 1.0.0: upgrade it."
+    assert ended.stderr.splitlines()[-1] == said

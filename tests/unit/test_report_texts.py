@@ -12,19 +12,26 @@ from multienv._engine.reports.texts import (
     exit_text,
     foreign_frames,
     lost_error,
+    outcome_text,
 )
 from multienv._engine.wire.messages import Failure
 from multienv._engine.worker.failures import failure_of
 from multienv.errors import (
     MultienvError,
 )
-from multienv.events import Loss
+from multienv.events import Loss, Recovery
 
 
 def test_signals_are_named():
     for number in signal.Signals:
         assert number.name in exit_text(-number)
         assert ("out-of-memory" in exit_text(-number)) == (number is signal.SIGKILL)
+
+
+def test_one_of_a_thing_is_no_plural() -> None:
+    loss = Loss(None, "died", "step", 1, None, None, 1)
+    for number, words in ((1, "1 request replayed"), (2, "2 requests replayed"), (1_000, "1,000 requests replayed")):
+        assert words in outcome_text(Recovery(loss, "exact", "", number, 1, 0.1, "journal"))
 
 
 def test_long_last_words_keep_their_end():

@@ -463,6 +463,8 @@ def listed_env_fns(owner: str, env_fns: Iterable[EnvFn]) -> list[EnvFn]:
     """Return functions that need no argument, one for each env; see :func:`checked_env_fn`. Raises UsageError."""
     if isinstance(env_fns, str) or not isinstance(env_fns, Iterable):
         made = "[fn] or [fn] * n" if callable(env_fns) else "[lambda: gymnasium.make(...)] * n"
+        if isinstance(env_fns, str):
+            made += f". Or make a vector env by make_vec({env_fns!r}, n)"
         raise UsageError(f"{owner}: env_fns is {env_fns!r:.100}; give a list with one function for each env: {made}.")
     found = list(env_fns)
     if not found:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from multienv._engine.recovery.position import PickledRows, Position
-from multienv._engine.wire.banks import ENDED, FAILED, NOT_RESET, PICKLED_ROWS
+from multienv._engine.wire.banks import BEGUN, ENDED, FAILED, NOT_RESET, PICKLED_ROWS
 from multienv._engine.wire.codecs import Codec, RowsReply, Transition, payload_of
 from multienv._engine.wire.infos import NONE, Extras, Illegible, unpack_extras
 from multienv._engine.wire.messages import Failure, Reset, call_user_code
@@ -123,6 +123,9 @@ class Answers:
             return self._unwrapped(segment, read, extras)
         infos: dict[int, Any] = dict(extras.infos) if skipped else {}
         for slot, reason in skipped:
+            if bank.skipped[slot] == BEGUN:
+                infos[slot] = {**infos.get(slot, {}), "multienv": {"recovery": "reset"}}
+                continue
             begun = infos.get(slot, {}) if self._same_step else {}
             infos[slot] = {**begun, **self._info_of_truncation(segment, slot, reason)}
             if not self._same_step or bank.skipped[slot] == NOT_RESET:

@@ -1,4 +1,4 @@
-"""What the workers of a batch have in common about their code: the same files, and changes that the log has told of."""
+"""What the workers of a batch have in common about their code: its files, the changes told of, how it is built."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ logger = logging.getLogger("multienv")
 
 
 class BatchCode:
-    """Keeps one copy of the list of files, which is long, and has each changed file told once."""
+    """Keeps one copy of the list of files, which is long, and has each changed file told once.
+
+    Attributes:
+        builds_alone: An env could not be built beside the one that it was to replace, which holds a port or a lock.
+    """
 
     def __init__(self) -> None:
+        self.builds_alone = False
         self._first = b""
         self._told: set[str] = set()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from multienv._engine.processes.channel import Channel, Fate
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.memory import MemoryAcrossResets
@@ -87,6 +89,7 @@ class LossRecovery:
         before: State,
         after: State,
         memory: MemoryAcrossResets,
+        begun: Sequence[int] = (),
     ) -> tuple[Outcome, str]:
         """Return the outcome to report, and the reason for it.
 
@@ -96,10 +99,11 @@ class LossRecovery:
             before: The state before the event.
             after: The state after it.
             memory: Has the reason if the outcome is "replayed", not "exact", and the code is the same.
+            begun: Skipped slots that begin their next episode: nothing is truncated there.
         """
         if isinstance(event, NotRecovered):
             is_reset = before.request is not None and before.request.kind is Kind.RESET
-            fresh = is_reset and not after.pending_truncations and not after.skipped
+            fresh = (is_reset or begun) and not after.pending_truncations and len(after.skipped) == len(begun)
             return "reset" if fresh else "truncated", event.reason
         if instruction is Instruction.RAISE_POISON:
             assert self.loss is not None
@@ -107,7 +111,7 @@ class LossRecovery:
         truncated = [reason for slot, reason in after.pending_truncations if slot in event.mismatches]
         reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
         if reasons:  # if the pending request resets all slots that differ, nothing is truncated
-            return "truncated" if after.skipped or truncated else "reset", reasons[0]
+            return "truncated" if len(after.skipped) > len(begun) or truncated else "reset", reasons[0]
         if self.progress.is_exact:
             return "exact", ""
         return "replayed", self._with_setback(self.progress.changed or memory.reservation)

@@ -28,7 +28,6 @@ class Maintenance:
         is_due: Something is to be done before the next request.
         recycling_due: Why the process is to be replaced, or ``""``.
         needs_rebuild: Slots that need a new env, because their resets have ended processes.
-        ends_first: The old process has to end before a new one is launched: its envs could not be built beside it.
     """
 
     __slots__ = (
@@ -43,7 +42,6 @@ class Maintenance:
         self.is_due = False
         self.recycling_due = ""
         self.needs_rebuild: frozenset[int] = frozenset()
-        self.ends_first = False
         self._steps, self._others = 0, 0.0  # at the last call of took(): steps, and other time in the present process
         self._step = 0.0  # time of a step, at the last count
 
@@ -80,7 +78,6 @@ class Maintenance:
             is_built: The envs could be built in another process; else the old one ends first the next time.
         """
         self.recycling_due, self.needs_rebuild = "", frozenset()
-        self.ends_first = self.ends_first or not is_built
         self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
 
     def moved(self) -> None:

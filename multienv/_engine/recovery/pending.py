@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -17,6 +17,7 @@ from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.actions import PICKLED
 from multienv._engine.wire.banks import (
     BEGIN,
+    BEGUN,
     HEAD,
     LEFT_ALONE,
     MESSAGE,
@@ -196,8 +197,11 @@ class Pending:
             if tag == PICKLED:
                 segment.write_request_payload(number, payload)
 
-    def publish(self, channel: Channel, number: int, state: State) -> None:
-        """Publish the request, without its skipped slots. To publish it twice does no harm."""
+    def publish(self, channel: Channel, number: int, state: State, begun: Sequence[int] = ()) -> None:
+        """Publish the request, without its skipped slots. To publish it twice does no harm.
+
+        ``begun`` are those of the skipped slots that begin their next episode: see :func:`slots_between`.
+        """
         segment = channel.segment
         if segment.words[REQUEST] != number:
             self.arm()
@@ -218,7 +222,7 @@ class Pending:
             for slot, _ in state.skipped:
                 sometimes("a slot is left out of a request")
                 sometimes("a slot is left out and not even reset", slot in state.not_reset)
-                bank.skipped[slot] = NOT_RESET if slot in state.not_reset else 1
+                bank.skipped[slot] = NOT_RESET if slot in state.not_reset else BEGUN if slot in begun else 1
         channel.ring(number)
 
     # --- waiting ----------------------------------------------------------------------------------

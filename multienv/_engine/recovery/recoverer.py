@@ -59,7 +59,7 @@ from multienv._engine.wire.messages import (
 from multienv._engine.wire.segment import REPLAYING, RESTARTS, SLOT
 from multienv._engine.worker.source_files import changed_file
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import NoCapacityError, ResultNotPicklableError
+from multienv.errors import NoCapacityError, ResultNotPicklableError, counted
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
@@ -74,6 +74,8 @@ _LOOK = 0.02
 # Seconds for which a build that raises is tried again without Deadlines.recovery, and the shortest pause before that.
 _BUILDS_WITHIN = 120.0
 _LEAST_PAUSE = 0.1
+# A build beside the old envs may take so many times as long as the first one; or RestartPolicy.replay_limit.
+_SLOWER = 3.0
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
@@ -346,9 +348,13 @@ class Recoverer:
 
     def start_deadline(self, progress: RecoveryProgress | None = None) -> float | None:
         """Return when a process that is launched now must have built its envs."""
-        limits = [] if self._deadlines.start is None else [time.monotonic() + self._deadlines.start]
+        now = time.monotonic()
+        limits = [] if self._deadlines.start is None else [now + self._deadlines.start]
         if progress is not None and progress.until is not None:
             limits.append(progress.until)
+        if progress is not None and progress.is_optional and self.description is not None:
+            # The old envs live: the constructor may wait for a lock that one of them holds, for ever.
+            limits.append(now + max(self._policy.replay_limit, _SLOWER * self.description.seconds))
         return min(limits, default=None)
 
     def handed_over(self) -> None:
@@ -556,7 +562,7 @@ class Recoverer:
             until = (time.monotonic() + until) / 2
         if limit is not None:
             until = min(until or math.inf, time.monotonic() + len(calls) * limit + REPLAY_GRACE)
-        progress.doing = f"repeating {len(calls)} calls in a new process"
+        progress.doing = f"repeating {counted(len(calls), 'call')} in a new process"
         self.ask(channel, Replay(b"", calls=calls), until, progress=progress)
 
     def _changed_code(self, build: Build, channel: Channel, progress: RecoveryProgress) -> str:
@@ -638,6 +644,10 @@ class Recoverer:
                 self._let_go(channel)
                 hung = gone.cause == "hung"
                 deaths[hung] += 1
+                if hung and progress.is_optional:
+                    raise NotBuilt(
+                        "its envs are not built beside the old ones, or too slowly"
+                    ) from gone.with_traceback(None)
                 if deaths[hung] >= (self._policy.poison_after if hung else LOSSES):
                     why = f"{deaths[hung]} processes ended while being built"
                     raise NotBuilt(why) from gone.with_traceback(None)
@@ -655,7 +665,7 @@ class Recoverer:
         if progress.is_optional:
             until = min(progress.until or math.inf, time.monotonic() + self._policy.replay_limit)
         message, codec = plan.message, self.codec
-        progress.doing = f"replaying {plan.requests} requests"
+        progress.doing = f"replaying {plan.requests} request{'s' * (plan.requests != 1)}"
         answered = self.ask(channel, message, until, self._limits_of(plan), progress)
         progress.replayed += plan.requests
         starts = {start.slot: start.entry for start in message.starts if start.waits}

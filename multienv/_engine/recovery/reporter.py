@@ -8,6 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +64,7 @@ class Reporter:
         self._slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
+        self._untold: list[tuple[int, Recovery]] = []  # each with the number of the last request that was answered
         self._losses = self._replayed_requests = 0
         self._outcomes: Counter[Outcome] = Counter()  # of losses
         self._recyclings: Counter[str] = Counter()  # by outcome
@@ -202,7 +205,7 @@ class Reporter:
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
     def recovery(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> Recovery:
-        """Count the outcome of a loss; log a warning that describes both, or count it with others of its kind."""
+        """Count the outcome of a loss; when the call is done, a warning describes both, or counts it with its kind."""
         recovery = Recovery(
             loss,
             outcome,
@@ -215,17 +218,27 @@ class Reporter:
         )
         self.reports.close(recovery)
         self._times.append(recovery.seconds)
-        cause = loss.env_index, loss.cause, loss.exit_code
-        line = self._repeats.line(cause, outcome, outcome_text(recovery), time.monotonic())
-        if line:
-            logger.warning("%s", line)
-        new = self._for_hooks(recovery)
+        self._untold.append((self._position.number, recovery))
+        new: list[tuple[Callable[[Any], object], Any]] = [(self._log, None), *self._for_hooks(recovery)]
         # Nothing is called from here until the caller has committed the state, as in loss().
         self.last_recovery = recovery
         self._outcomes[outcome] += 1
         self._replayed_requests += progress.replayed
         self.events += new
         return recovery
+
+    def _log(self, event: None = None) -> None:
+        """Log the losses of the call that is done: a line for each request, with what became of it in the end."""
+        untold, self._untold = self._untold, []
+        for _, same in groupby(untold, itemgetter(0)):
+            recoveries = [recovery for _, recovery in same]
+            last, text = recoveries[-1], outcome_text(recoveries[-1])
+            if len(recoveries) > 1:
+                text = f"{len(recoveries)} processes were lost in the same {last.loss.command}(). The last: {text}"
+            cause = last.loss.env_index, last.loss.cause, last.loss.exit_code
+            line = self._repeats.line(cause, last.outcome, text, time.monotonic())
+            if line:
+                logger.warning("%s", line)
 
     def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
         """Note that an exception of an env ended its episode, as ``on_error="truncate"`` says."""
@@ -268,6 +281,7 @@ class Reporter:
 
     def unlogged(self) -> list[str]:
         """Return a line for each kind of loss of which some are not in the log yet; they then count as logged."""
+        self._log()
         return self._repeats.rest(time.monotonic())
 
     def _for_hooks(self, event: Event) -> list[tuple[Hook, Event]]:

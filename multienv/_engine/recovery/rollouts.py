@@ -13,14 +13,14 @@ import numpy as np
 from multienv._engine.recovery.answers import Read, Skipped, TruncationInfo, unreadable
 from multienv._engine.recovery.hot_path import GOES_ON, plain_heads
 from multienv._engine.recovery.position import Position
-from multienv._engine.reports.texts import original_of
+from multienv._engine.reports.texts import cause_of
 from multienv._engine.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Extras, Illegible, NumberInfos, numbers_in
 from multienv._engine.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, call_user_code
 from multienv._engine.wire.rows import batch_of, leaf_spaces, nested, stacked
 from multienv._engine.wire.segment import Segment
-from multienv.errors import PolicyError, RemoteTraceback
+from multienv.errors import PolicyError, counted
 
 Array = np.ndarray[Any, Any]
 Infos = NumberInfos | list[tuple[int, Any]]  # slot and info of those that have one
@@ -270,15 +270,11 @@ class RolloutReader:
 
 def policy_error(failure: Failure, steps: int) -> PolicyError:
     """Return the error that says that a policy raised, or returned what are no actions, after so many steps."""
-    done = "No step was" if not steps else f"{steps} step{' was' if steps == 1 else 's were'}"
+    done = f"{counted(steps, 'step') if steps else 'No step'} {'was' if steps < 2 else 'were'}"
     error = PolicyError(
         f"rollout(): the policy raised {failure.type_name}: {failure.text}\n{done} made before that, and not "
         "returned. The envs are in the state after them, and all episodes go on: call rollout() with a fixed policy, "
         "or reset()."
     )
-    error.remote_traceback, remote = failure.traceback, RemoteTraceback(failure.traceback)
-    original = original_of(failure)
-    if original is not None:
-        original.__cause__ = remote
-    error.__cause__ = original or remote
+    error.remote_traceback, error.__cause__ = failure.traceback, cause_of(failure)
     return error

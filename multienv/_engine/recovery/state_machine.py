@@ -13,7 +13,7 @@ interruption comes while a process is being asked, the process counts as lost, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -334,6 +334,20 @@ def _resets_itself(state: State, rules: Rules) -> bool:
     return rules.resets_itself or (state.request is not None and state.request.steps > 0)
 
 
+def slots_between(state: State, ended: Sequence[Any], rules: Rules) -> tuple[int, ...]:
+    """Return the slots that a step skips, and that begin their next episode in it: there is nothing to truncate.
+
+    Args:
+        state: The worker's.
+        ended: Of each slot, whether its episode had ended before the step.
+        rules: With autoreset. A slot whose reset ends processes is truncated all the same.
+    """
+    if state.request is None or state.request.kind is not Kind.STEP or not rules.resets_itself:
+        return ()
+    guilty = {*state.not_reset, *_poisoned(state, rules)}
+    return tuple(slot for slot, _ in state.skipped if ended[slot] and slot not in guilty)
+
+
 def decide(state: State, event: Event, rules: Rules) -> tuple[State, Instruction]:
     """Return the state after an event, and what to do next.
 
@@ -368,7 +382,8 @@ def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception
             advice = f"{pending} is pending. Call {pending}_wait() first."
         return CallPendingError(f"{name}(): {advice}", pending)
     if not is_built:
-        return UsageError(f"{name}(): the env is not built yet. Call initialize() first.")
+        called = name if name.endswith("_space") else f"{name}()"
+        return UsageError(f"{called}: the env is not built yet. Call initialize() first.")
     if is_wait:
         return NoAsyncCallError(f"{name}(): call {name.removesuffix('_wait')}_async() first.", name)
     if kind is not Kind.STEP or state.episode in (Episode.RUNNING, Episode.TRUNCATED):

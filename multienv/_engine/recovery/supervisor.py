@@ -95,6 +95,7 @@ from multienv._engine.recovery.state_machine import (
     instruction_of,
     name_of,
     refusal,
+    slots_between,
 )
 from multienv._engine.recovery.way_back import KeptSnapshot, NewEnvs, Replayed, Source
 from multienv._engine.sometimes import sometimes
@@ -501,7 +502,11 @@ class Supervisor:
 
     def _publish(self) -> None:
         assert self.channel is not None
-        self.pending.publish(self.channel, self.position.number + 1, self.state)
+        self.pending.publish(self.channel, self.position.number + 1, self.state, self._between(self.state))
+
+    def _between(self, state: State) -> tuple[int, ...]:
+        """Return the slots that begin their next episode in the pending step, which they take no other part in."""
+        return slots_between(state, self.ended(), self.rules) if state.skipped and not self.position.build.exact else ()
 
     def _name(self) -> str:
         return "initialize" if self.state.request is None else self.state.request.name
@@ -636,6 +641,7 @@ class Supervisor:
             self._tell(loss_recovery, "raised", "")
         else:
             is_reset = request is not None and request.kind is Kind.RESET
+            is_reset |= len(self.state.skipped) == len(self._between(self.state)) > 0
             self._tell(loss_recovery, "reset" if is_reset else "truncated", self.state.what)
 
     def _tell(self, loss_recovery: LossRecovery, outcome: Outcome, reason: str) -> None:
@@ -763,7 +769,8 @@ class Supervisor:
         after = interned(after)
         self.reporter.path.append((event, after))
         loss_recovery.processes = self.state.losses
-        outcome, reason = loss_recovery.outcome(event, instruction, self.state, after, self.position.journal.memory)
+        memory, begun = self.position.journal.memory, self._between(after)
+        outcome, reason = loss_recovery.outcome(event, instruction, self.state, after, memory, begun)
         self._tell(loss_recovery, outcome, reason)
         self._become(after, instruction)
         return instruction
@@ -1172,14 +1179,14 @@ class Supervisor:
         """Replace the process: with new envs if ``is_anew``, else if they can be replayed.
 
         Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
-        the new one is built beside it. If the envs cannot be built there, the old process ends first from then
-        on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
+        the new one is built beside it. If the envs cannot be built there, the old processes of the batch end first from
+        then on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
         """
         maintenance, reporter, position = self.maintenance, self.reporter, self.position
         anew = tuple(range(self.rules.slots)) if is_anew else tuple(sorted(maintenance.needs_rebuild))
         why = maintenance.recycling_due or "after a reset that ended process after process"
         is_all = len(anew) == self.rules.slots
-        ends_first = is_all or (maintenance.ends_first and can_replay(position, frozenset(anew)))
+        ends_first = is_all or (self.recoverer.code.builds_alone and can_replay(position, frozenset(anew)))
         try:
             generators = self.ask_between(GetGenerators(anew)) if anew else {}
         except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
@@ -1205,6 +1212,7 @@ class Supervisor:
                 raise
             self._refuse_if_unusable("step")
             maintenance.put_off(is_built=not isinstance(reason, NotBuilt))
+            self.recoverer.code.builds_alone |= isinstance(reason, NotBuilt)
             sometimes("a process that has ended first is not replaced", ends_first)
             sometimes("a replacement by plan is put off", not ends_first)
             if ends_first:

@@ -21,7 +21,10 @@ from multienv.errors import (
     WorkerHungError,
     WorkerLostError,
     catchable_as,
+    counted,
+    listed,
     rebuilt,
+    show_remotely,
 )
 from multienv.events import Loss, Recovery
 
@@ -61,21 +64,13 @@ def what_happened(loss: Loss) -> str:
     process = f"The process of {named(envs)}" if envs else "The env's process"
     text = f"{process} {how_lost(loss)} {where(loss.command, loss.step, loss.seed, idle=loss.idle)}"
     if loss.env_index is None and len(loss.seeds) > 1 and None not in loss.seeds:
-        text += f" (last seeds {_listed(loss.seeds)})"
+        text += f" (last seeds {listed(loss.seeds)})"
     return text + ("." if loss.pid is None else f" (pid {loss.pid}).")
 
 
 def named(envs: Sequence[int]) -> str:
     """Return how sentences name the envs with these indexes; ``"the env"`` if it has none."""
-    return f"env{'s' if len(envs) > 1 else ''} {_listed(envs)}" if envs else "the env"
-
-
-def _listed(numbers: Sequence[Any]) -> str:
-    """Return these numbers for people to read: those that follow one another as ``3–5``."""
-    first, last = numbers[0], numbers[-1]
-    if len(numbers) > 1 and list(numbers) == list(range(first, first + len(numbers))):
-        return f"{first}–{last}"
-    return ", ".join(map(str, numbers))
+    return f"env{'s' if len(envs) > 1 else ''} {listed(envs)}" if envs else "the env"
 
 
 def deadline_of(command: str) -> str:
@@ -101,19 +96,22 @@ def where(command: str, step: int | None, seed: int | None, *, idle: bool = Fals
     """Return what the env was doing, how far into its episode, and its last seed."""
     text = f"while it was idle before {command}()" if idle else f"during {command}()"
     if step is not None and command not in ("initialize", "reset"):
-        text += f"{',' if idle else ''} after {step} step{'' if step == 1 else 's'} of its episode"
+        text += f"{',' if idle else ''} after {counted(step, 'step')} of its episode"
     return text + (f" (last seed {seed})" if seed is not None else "")
 
 
 def outcome_text(recovery: Recovery) -> str:
     """Return what the log says of a loss and of what became of it; no sentence stands in it twice."""
     happened = what_happened(recovery.loss)
-    cost = f"from the {recovery.method}, {recovery.replayed} requests replayed" if recovery.method else ""
+    cost = f"from the {recovery.method}, {counted(recovery.replayed, 'request')} replayed" if recovery.method else ""
     cost = cost or _COSTS.get(recovery.outcome, "")
     outcome = ", ".join(filter(None, [recovery.outcome, cost, f"in {recovery.seconds:.3f} s"]))
     parts = [happened, f"Outcome: {outcome}."]
     # The reason often begins with what happened.
-    parts += [recovery.reason.removeprefix(happened).strip(), replay_advice(recovery.report)]
+    parts.append(recovery.reason.removeprefix(happened).strip())
+    if recovery.loss.cause == "hung" and recovery.outcome not in ("exact", "replayed"):
+        parts.append(f"The env may only be slower than Deadlines.{deadline_of(recovery.loss.command)}: give it more.")
+    parts.append(replay_advice(recovery.report))
     return " ".join(filter(None, parts))
 
 
@@ -180,12 +178,9 @@ def env_error(failure: Failure, *, index: int | None, command: str, step: int | 
     else:
         env = "The env" if index is None else f"Env {index}"
         message = f"{env} raised {failure.type_name}: {failure.text}\n{moment}."
-        original = original_of(failure)
-        error = catchable_as(EnvError, original, message) if original else EnvError(message)
-        remote = RemoteTraceback(failure.traceback)
-        if original is not None:
-            original.__cause__ = remote
-        error.__cause__ = original or remote
+        cause = cause_of(failure)
+        error = EnvError(message) if isinstance(cause, RemoteTraceback) else catchable_as(EnvError, cause, message)
+        error.__cause__ = cause
     error.env_index, error.command, error.step, error.seed = index, command, step, seed
     error.remote_traceback = failure.traceback
     if failure.returned is not None:
@@ -195,11 +190,11 @@ def env_error(failure: Failure, *, index: int | None, command: str, step: int | 
     return error
 
 
-def original_of(failure: Failure) -> BaseException | None:
-    """Return the exception of a failure, or ``None`` if it cannot be had here."""
-    if failure.exception is None:
-        return None
-    try:
-        return rebuilt(cloudpickle.loads(failure.exception))
-    except Exception:  # its class is not importable here, or refuses to be rebuilt
-        return None
+def cause_of(failure: Failure) -> BaseException:
+    """Return the exception of a failure; where it cannot be had here, what carries its traceback."""
+    if failure.exception is not None:
+        with contextlib.suppress(Exception):  # its class is not importable here, or refuses to be rebuilt
+            original = rebuilt(cloudpickle.loads(failure.exception))
+            show_remotely(original, foreign_frames(failure.traceback))
+            return original
+    return RemoteTraceback(failure.traceback)

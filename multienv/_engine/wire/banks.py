@@ -5,7 +5,7 @@
     head      16  kind, action tag, reply kind, flags, reward tag | request number, bytes of the pickled part
     actions       of all slots
     skipped    n   1: this slot takes no part in the request, and its episode ends; 2: nor does the next one begin
-                   in it; 3: it is left alone, and its episode goes on
+                   in it; 3: it is left alone, and its episode goes on; 4: its episode had ended, the next one begins
     rewards   8n  float64
     terminated, truncated, failed: n bytes each; failed: the env raised
     finals    8n  digests of observations that ended an episode, where the next one begins in the same step
@@ -47,8 +47,8 @@ BEGIN = 3  # a reset of all envs, without seed and options: as cheap as a step
 # Added to the action tag: a slot is skipped.
 SKIPPED = 0x80
 
-# Of a skipped slot: it is not reset in this step either; or its episode goes on with a later step.
-NOT_RESET, LEFT_ALONE = 2, 3
+# Of a skipped slot: it is not reset in this step either; its episode goes on with a later step; it is reset at once.
+NOT_RESET, LEFT_ALONE, BEGUN = 2, 3, 4
 
 # Kinds of reply.
 STEPPED = 16  # rows were written: a step or a reset

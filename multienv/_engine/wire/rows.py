@@ -7,12 +7,15 @@ Sequence, OneOf, custom) has none: its observations travel as a payload.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
+
+from multienv.errors import counted
 
 if TYPE_CHECKING:
     from multienv._engine.wire.banks import Bank
@@ -23,6 +26,9 @@ WriteRow = Callable[[int, Any], None]  # row, observation
 _SOLID = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Discrete)
 # Channels that are copied one by one where they do not lie beside each other.
 _FEW = 8
+# What an observation that is no dict, or lacks a key, raises when it is asked for the key.
+_NO_MEMBER = (LookupError, TypeError, ValueError)
+_FIX = "Fix the env, or its observation_space."
 
 
 def has_rows(space: spaces.Space[Any]) -> bool:
@@ -100,33 +106,82 @@ def row_of(space: Any, leaves: Iterable[Array], row: int) -> Any:
     return nested(space, copies)
 
 
-def row_writer(tree: Any) -> WriteRow:
-    """Return the function that writes one observation into its row of nested arrays."""
+def row_writer(tree: Any, name: str = "An observation") -> WriteRow:
+    """Return the function that writes one observation into its row of nested arrays; ``name`` is for messages."""
     if isinstance(tree, dict):
-        by_key = {key: row_writer(member) for key, member in tree.items()}
+        by_key = {key: row_writer(member, f"{name}[{key!r}]") for key, member in tree.items()}
 
         def write_dict(row: int, value: Any) -> None:
             for key, write in by_key.items():
-                write(row, value[key])
+                try:
+                    item = value[key]
+                except _NO_MEMBER:
+                    raise _other_members(name, value, by_key) from None
+                write(row, item)
+            if len(value) != len(by_key):
+                _warn_of_more(name, value, by_key)
 
         return write_dict
     if isinstance(tree, tuple):
-        members = [row_writer(member) for member in tree]
+        members = [row_writer(member, f"{name}[{index}]") for index, member in enumerate(tree)]
 
         def write_tuple(row: int, value: Any) -> None:
-            for write, item in zip(members, value, strict=True):
+            for write, item in zip(members, _items(name, value, len(members)), strict=True):
                 write(row, item)
 
         return write_tuple
-    return _array_row_writer(tree)
+    return _array_row_writer(tree, name)
 
 
-def _array_row_writer(array: Array) -> WriteRow:
+def check_members(space: Any, value: Any, name: str = "An observation") -> None:
+    """Raise ValueError unless an observation of a space without rows has all members of nested Dicts and Tuples."""
+    if type(space) is spaces.Dict:
+        for key, member in space.spaces.items():
+            try:
+                item = value[key]
+            except _NO_MEMBER:
+                raise _other_members(name, value, space.spaces) from None
+            check_members(member, item, f"{name}[{key!r}]")
+        if len(value) != len(space.spaces):
+            _warn_of_more(name, value, space.spaces)
+    elif type(space) is spaces.Tuple:
+        for index, (member, item) in enumerate(zip(space.spaces, _items(name, value, len(space.spaces)), strict=True)):
+            check_members(member, item, f"{name}[{index}]")
+
+
+def _other_members(name: str, value: Any, wanted: Collection[Any]) -> ValueError:
+    """Return the error for an observation that is no dict with all these keys."""
+    missing = [key for key in wanted if key not in value] if isinstance(value, Mapping) else []
+    found = f"lacks {_named(missing)}" if missing else f"is of type {type(value).__name__}"
+    return ValueError(f"{name} {found}; the env's observation space wants a dict with {_named(wanted)}. {_FIX}")
+
+
+def _items(name: str, value: Any, wanted: int) -> Sequence[Any]:
+    """Return the items of a tuple, or of anything like it. Raises ValueError unless there are as many as wanted."""
+    found = tuple(value) if isinstance(value, Iterable) else None
+    if found is None or len(found) != wanted:
+        what = f"is of type {type(value).__name__}" if found is None else f"has {counted(len(found), 'item')}"
+        raise ValueError(f"{name} {what}; the env's observation space wants a tuple of {wanted}. {_FIX}")
+    return found
+
+
+def _warn_of_more(name: str, value: Any, wanted: Collection[Any]) -> None:
+    """Warn, once in each process, of members that the space does not have: they are dropped, as gymnasium does."""
+    if isinstance(value, Mapping):
+        more = _named([key for key in value if key not in wanted])
+        warnings.warn(f"{name} has {more}, which the env's observation space lacks: dropped. {_FIX}", stacklevel=2)
+
+
+def _named(keys: Collection[Any]) -> str:
+    return f"the key{'' if len(keys) == 1 else 's'} {', '.join(map(repr, keys))}"
+
+
+def _array_row_writer(array: Array, name: str) -> WriteRow:
     dtype, shape, ndarray = array.dtype, array.shape[1:], np.ndarray
 
     def write(row: int, value: Any) -> None:
         if type(value) is not ndarray or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
-            value = _fitting(value, dtype, shape)
+            value = _fitting(value, dtype, shape, name)
         copy_into(array[row, ...], value)
 
     return write
@@ -142,20 +197,14 @@ def copy_into(target: Array, value: Array) -> None:
         target[...] = value
 
 
-def _fitting(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+def _fitting(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> Array:
     """Return what ``np.stack`` would make of it; raises for another shape or a type that loses more than precision."""
     array = np.asarray(value)
     if array.shape != shape:
-        raise ValueError(
-            f"An observation has shape {array.shape}; the env's observation space wants {shape}. Fix the env, or its "
-            "observation_space."
-        )
+        raise ValueError(f"{name} has shape {array.shape}; the env's observation space wants {shape}. {_FIX}")
     same_kind = np.can_cast(array.dtype, dtype, "same_kind")
     if not same_kind and not (isinstance(value, int) and _holds(dtype, value)):
-        raise TypeError(
-            f"An observation has dtype {array.dtype}; the env's observation space wants {dtype}. Fix the env, or its "
-            "observation_space."
-        )
+        raise TypeError(f"{name} has dtype {array.dtype}; the env's observation space wants {dtype}. {_FIX}")
     fitting: Array = array.astype(dtype, copy=False)
     return fitting
 

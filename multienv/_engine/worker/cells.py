@@ -17,7 +17,7 @@ from multienv._engine.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_
 from multienv._engine.wire.digests import evidence_of
 from multienv._engine.wire.infos import NUMBERS
 from multienv._engine.wire.layout import Layout, layout_of
-from multienv._engine.wire.rows import Cell, cells, copy_into, has_rows, leaf_arrays, nested, row_writer
+from multienv._engine.wire.rows import Cell, cells, check_members, copy_into, has_rows, leaf_arrays, nested, row_writer
 from multienv._engine.worker.failures import pickled, wrong_info, wrong_reward
 
 # Characters of the types of numpy whose items a memoryview can be assigned.
@@ -46,7 +46,7 @@ class Cast:
 
     def __init__(self, space: Any, bank: Bank) -> None:
         slots = bank.layout.slots
-        self._bank = bank
+        self._bank, self._space = bank, space
         self.show: Callable[[int, Any], None]
         self.whole: Any = None
         self.key: Any = _WHOLE
@@ -76,6 +76,7 @@ class Cast:
 
     def _keep(self, slot: int, observation: Any) -> None:
         assert self.pickled_rows is not None
+        check_members(self._space, observation)
         self.pickled_rows[slot] = pickled("step", observation)
         self.evidence[slot] = evidence_of(observation)
 

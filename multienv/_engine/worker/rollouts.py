@@ -21,6 +21,7 @@ from gymnasium.vector.utils import batch_space
 from multienv._engine.wire.actions import PICKLED, action_decoder, action_encoder, shown
 from multienv._engine.wire.banks import (
     BEGIN,
+    BEGUN,
     ENDED,
     FAILED,
     HEAD,
@@ -210,7 +211,7 @@ class RolloutRunner:
             else:
                 self._pickled_rows = [None]
         elif missing is not None or bank.view[3] & RAISED:
-            blank = bank.failed | (bank.skipped != 0)
+            blank = bank.failed | ((bank.skipped != 0) & (bank.skipped != BEGUN))
             if self._group.autoreset == "SAME_STEP":  # a new episode has begun, but for these
                 blank = (bank.failed & ~bank.truncated) | (bank.skipped == NOT_RESET)
             for leaf, last in zip(self._leaves[number & 1], self._leaves[(number - 1) & 1], strict=True):

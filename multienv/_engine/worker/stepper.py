@@ -20,7 +20,7 @@ from gymnasium.vector import utils
 
 from multienv._engine.native import native
 from multienv._engine.wire.actions import action_decoder
-from multienv._engine.wire.banks import ENDED, LEFT_ALONE, NOT_RESET, PICKLED_ROWS, RAISED, SKIPPED, STEP, Bank
+from multienv._engine.wire.banks import BEGUN, ENDED, LEFT_ALONE, NOT_RESET, PICKLED_ROWS, RAISED, SKIPPED, STEP, Bank
 from multienv._engine.wire.codecs import REWARD_TAGS
 from multienv._engine.wire.digests import MARK, digester, evidence_of, pack_evidence
 from multienv._engine.wire.infos import InfoPacker
@@ -239,7 +239,7 @@ class Stepper:
             if not group.truncates_errors:
                 return
             reply.note_end(slot, False, True)
-        if group.autoreset == "SAME_STEP":
+        if group.autoreset == "SAME_STEP" or error.args == (BEGUN,):
             try:
                 self._begin(reply, slot, *group.begin(slot), infos)
             except Exception as again:
