@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from typing import Annotated, Any
@@ -75,31 +74,25 @@ def bench(
     console = plain_console()
     work.show_printed(console)
     _show(console, document)
-    if any(one.is_local and one.ratio(best) > WORTH_IT for one in result.contenders):
+    if any(one.is_local and (one.ratio(best) or 0.0) > WORTH_IT for one in result.contenders):
         console.print("This env is faster without processes. Use them only if it must survive crashes.")
     console.print(f"Recommended:\n{document['code']}", soft_wrap=True)
 
 
 def _rows(result: Bench) -> list[dict[str, Any]]:
     """Return the measurements as JSON values: the fastest first, then those that died, and the limit last."""
-    living = [one for one in result.contenders if not one.died]
-    dead = [one for one in result.contenders if one.died]
     return [
         {
             "package": one.package,
             "name": one.name,
             "died": one.died,
-            "steps_per_second": None if one.died else one.rate,
-            "share_of_limit": _number(one.ratio(result.limit)),
-            "recommended_is_faster_by": _number(result.recommended.ratio(one)),
+            "steps_per_second": one.rate,
+            "share_of_limit": one.ratio(result.limit),
+            "recommended_is_faster_by": result.recommended.ratio(one),
             "rates": one.rates,
         }
-        for one in (*sorted(living, key=lambda one: -one.rate), *dead, result.limit)
+        for one in (*sorted(result.contenders, key=lambda one: -one.rate), result.limit)
     ]
-
-
-def _number(ratio: float) -> float | None:
-    return None if math.isnan(ratio) else ratio
 
 
 def _show(console: Console, document: dict[str, Any]) -> None:
@@ -110,11 +103,11 @@ def _show(console: Console, document: dict[str, Any]) -> None:
     for one in document["contenders"]:
         is_best = one["name"] == document["recommended"]
         is_compared = not is_best and one["package"] != "limit"
-        rate, share, ratio = one["steps_per_second"], one["share_of_limit"], one["recommended_is_faster_by"]
+        share, ratio = one["share_of_limit"], one["recommended_is_faster_by"]
         owner = "gymnasium's " if one["package"] == "gymnasium" else ""
         table.add_row(
             owner + one["name"].replace("(env_fns, ", "(").removesuffix("(env_fns)"),
-            "died" if rate is None else f"{rate:,.0f}",
+            "died" if one["died"] else f"{one['steps_per_second']:,.0f}",
             "" if share is None else f"{share:.2f}",
             "" if ratio is None or not is_compared else f"{ratio:.2f} ×",
             style="bold" if is_best else "",

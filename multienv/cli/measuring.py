@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import random
 import statistics
@@ -69,13 +68,13 @@ class Contender:
 
     @property
     def rate(self) -> float:
-        """Return the median over the turns."""
-        return statistics.median(self.rates)
+        """Return the median over the turns; 0.0: it has died."""
+        return 0.0 if self.died else statistics.median(self.rates)
 
-    def ratio(self, other: Contender) -> float:
-        """Return the ratio of its speed to the other's speed: the median over the turns; NaN if one of them died."""
+    def ratio(self, other: Contender) -> float | None:
+        """Return the ratio of its speed to the other's speed: the median over the turns; ``None``: one has died."""
         if self.died or other.died:
-            return math.nan
+            return None
         return statistics.median(one / its for one, its in zip(self.rates, other.rates, strict=True))
 
     def take_turn(self, seconds: float) -> None:
@@ -105,7 +104,7 @@ class Bench:
         """Return the fastest layout of SubprocessVectorEnv, or ``"auto"`` if that is about as fast."""
         layouts = [one for one in self.contenders if one.options is not None and not one.died]
         best, first = max(layouts, key=lambda one: one.rate), layouts[0]
-        return best if best.ratio(first) > WORTH_IT else first
+        return best if (best.ratio(first) or 0.0) > WORTH_IT else first
 
 
 def measure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -11,6 +10,7 @@ import signal
 import sys
 from bdb import BdbQuit
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,8 +32,6 @@ from multienv.errors import UsageError
 _LATEST = "latest"
 # How often a replay begins again if a fault strikes by chance before the fatal request.
 _TRIES = 5
-# Reports an event: as text for people, and as named values for programs.
-Say = Callable[..., None]
 
 
 def replay(
@@ -85,48 +83,25 @@ def replay(
     arguments = None if env_kwargs is None else arguments_of(env_kwargs)
     if debug or here:
         try:
-            code = _run(path, env, arguments, as_json, debug=debug)
+            code = _run(as_json, path, env, arguments, debug=debug)
         except BdbQuit:
             raise typer.Abort from None
     else:
-        code = _run_elsewhere(path, env, arguments, as_json)
+        code = _run_elsewhere(as_json, path, env, arguments)
     raise typer.Exit(code)
 
 
-def _printer(*, as_json: bool) -> Say:
-    console = plain_console(soft_wrap=True)
-
-    def say(text: str, **facts: Any) -> None:
-        console.print(json.dumps(facts) if as_json else visible(text))
-        sys.stdout.flush()
-
-    return say
+def _say(as_json: bool, text: str, **facts: Any) -> None:
+    """Report an event: as text for people, or as named values for programs."""
+    plain_console(soft_wrap=True).print(json.dumps(facts) if as_json else visible(text))
+    sys.stdout.flush()
 
 
-def _run(
-    path: Path,
-    env: str | None,
-    arguments: dict[str, Any] | None,
-    as_json: bool,
-    *,
-    debug: bool = False,
-    is_first: bool = True,
-    reached: Callable[[float | None], object] = lambda seconds: faulthandler.enable(),
-) -> int:
-    """Run the report again in this process. Return the exit code.
-
-    Args:
-        path: Of the report.
-        env: See :func:`replay`.
-        arguments: Arguments for ``env``.
-        as_json: See :func:`replay`.
-        debug: See :func:`replay`.
-        is_first: Say how the process was lost.
-        reached: Called before the fatal request, or the fatal build, with the seconds after which it counts as hung.
-    """
-    say = _printer(as_json=as_json)
+def _run(as_json: bool, path: Path, env: str | None, arguments: dict[str, Any] | None, **options: Any) -> int:
+    """Run the report again in this process. Return the exit code. See :func:`_replay`."""
+    say = partial(_say, as_json)
     try:
-        _replay(say, load(path), env, arguments, debug=debug, is_first=is_first, reached=reached)
+        _replay(say, load(path), env, arguments, **options)
     except EnvRaised as raised:
         text = f"{raised.failure.traceback.rstrip()}\nThe env raised: {str(raised).rstrip('.')}."
         say(text, raised=str(raised), traceback=raised.failure.traceback)
@@ -134,15 +109,10 @@ def _run(
     return 0
 
 
-def _run_and_tell(told: Connection, *arguments: Any, is_first: bool) -> None:
+def _run_and_tell(told: Connection, is_first: bool, *arguments: Any) -> None:
     """Run the report again, in a process started for it. Tell that the fatal request is reached, and the exit code."""
-
-    def reached(seconds: float | None) -> None:
-        told.send("exited with code 1" if seconds is None else "hung")  # what exit code 1 means from now on
-        faulthandler.enable()
-
     try:
-        told.send(_run(*arguments, is_first=is_first, reached=reached))
+        told.send(_run(*arguments, is_first=is_first, reached=told.send))
     except UsageError as error:
         print(visible(str(error)), file=sys.stderr)
         told.send(2)
@@ -150,21 +120,17 @@ def _run_and_tell(told: Connection, *arguments: Any, is_first: bool) -> None:
         pass  # the command says that it was interrupted
 
 
-def _run_elsewhere(*arguments: Any) -> int:
+def _run_elsewhere(as_json: bool, *arguments: Any) -> int:
     """Run the report again in a process of its own, more than once if a fault strikes by chance on the way.
 
     Returns:
         The exit code of the command.
     """
-    say = _printer(as_json=arguments[-1])
-    spawning = multiprocessing.get_context("spawn")
+    say, spawning = partial(_say, as_json), multiprocessing.get_context("spawn")
     for number in range(1, _TRIES + 1):
-        reader, writer = spawning.Pipe(duplex=False)
-        process = spawning.Process(
-            target=_run_and_tell, args=(writer, *arguments), kwargs={"is_first": number == 1}, name="multienv-replay"
-        )
+        reader, told = spawning.Pipe(duplex=False)
+        process = spawning.Process(target=_run_and_tell, args=(told, number == 1, as_json, *arguments))
         process.start()
-        writer.close()
         try:
             process.join()
         except KeyboardInterrupt:  # a terminal interrupts both; a program perhaps only this one
@@ -173,9 +139,8 @@ def _run_elsewhere(*arguments: Any) -> int:
             process.kill()
             raise
         message = None
-        with contextlib.suppress(EOFError):
-            while reader.poll():  # not until the end of the pipe: what the env has forked may hold it open
-                message = reader.recv()
+        while reader.poll():
+            message = reader.recv()
         if isinstance(message, int):
             return message
         ended = message if message and process.exitcode == 1 else exit_text(process.exitcode)
@@ -223,28 +188,39 @@ def _list(console: Console, directory: Path | None, last: int, *, as_json: bool)
 
 
 def _replay(
-    say: Say,
+    say: Callable[..., None],
     report: Report,
     env: str | None,
     arguments: dict[str, Any] | None,
     *,
-    debug: bool,
-    is_first: bool,
-    reached: Callable[[float | None], object],
+    debug: bool = False,
+    is_first: bool = True,
+    reached: Callable[[str], object] = lambda ended: None,
 ) -> None:
-    """Run the report again, and report each event; see :func:`_run`."""
+    """Run the report again, and report each event.
+
+    Args:
+        say: See :func:`_say`.
+        report: The report.
+        env: See :func:`replay`.
+        arguments: Arguments for ``env``.
+        debug: See :func:`replay`.
+        is_first: Say how the process was lost.
+        reached: Called before the fatal request, or the fatal build, with what exit code 1 means from now on.
+    """
     what = what_happened(report.loss)
     if is_first:
         say(what, report=report.path, what=what)
     run = Rerun(report, env_functions(report, env, arguments))
-    waiting, facts = "", {}
+    waiting, facts, ended = "", {}, "exited with code 1" if run.hang_seconds is None else "hung"
     if run.hang_seconds is not None and (run.was_building or not debug):  # in the debugger nothing ends it
         waiting = f"\nIf it hangs again, its stack is printed after {duration(run.hang_seconds)}, or at once by Ctrl-C."
         waiting += " Then this command ends."
         facts["hang_seconds"] = run.hang_seconds
     if run.was_building:
         say(f"The process was lost while it built the env. Building the env ...{waiting}", fatal="initialize", **facts)
-        reached(run.hang_seconds)
+        faulthandler.enable()
+        reached(ended)
         run.build()
         say("The fault did not happen again: the env was built.", came_again=False)
         return
@@ -263,7 +239,8 @@ def _replay(
     fatal = run.request()
     if fatal:
         say(f"Now the fatal request: {fatal}{waiting}", fatal=fatal, **facts)
-        reached(run.hang_seconds)
+        faulthandler.enable()
+        reached(ended)
     if debug:
         run.stop()
     if fatal:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from multienv.testing.processes import descendants
 
@@ -72,14 +72,6 @@ class Killer:
         kills: int | None = None,
         seed: int = 0,
     ) -> None:
-        if not manners or not set(manners) <= set(get_args(KillManner)):
-            raise ValueError(f"manners must be some of {', '.join(get_args(KillManner))}; got {manners!r}")
-        if not 0 <= interval[0] <= interval[1]:
-            raise ValueError(f"interval must be (least, greatest), both not negative; got {interval}")
-        if not callable(victims) and not hasattr(victims, "statistics"):
-            raise ValueError(
-                f"victims must be an env, a batch or a manager of multienv, or a function; got {victims!r}"
-            )
         self.strikes: Counter[str] = Counter()
         self.struck: set[int] = set()
         self._pids: Callable[[], Sequence[int]] = victims if callable(victims) else lambda: worker_pids(victims)
