@@ -1703,11 +1703,11 @@ MUTANTS = [
         DOCTOR,
     ),
     Mutant(
-        "A fault on the way of a replay counts as the fatal one.",
+        "A replay that a fault ends on its way is not tried again.",
         9,
-        "multienv.cli.replay:_run_and_tell",
-        "reached=told.send",
-        "",
+        "cli.replay:_run_elsewhere",
+        "range(1, _TRIES + 1)",
+        "range(1, 2)",
         ("tests/cli/test_replay.py",),
     ),
     Mutant(
