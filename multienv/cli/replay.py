@@ -134,7 +134,8 @@ def _run_elsewhere(as_json: bool, *arguments: Any) -> int:
         try:
             process.join()
         except KeyboardInterrupt:  # a terminal interrupts both; a program perhaps only this one
-            os.kill(process.pid or 0, signal.SIGINT)
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGINT)
             process.join(5.0)
             process.kill()
             raise

@@ -163,6 +163,11 @@ class Misfit(CounterEnv):
         return seen
 
 
+def crashes_once(directory: str) -> Any:
+    """Build an env that crashes in its first step, and never again."""
+    return FaultyEnv(fault=Fault("segv", "step", once=Path(directory, "once")), count_episodes=False)
+
+
 def needs(size: int, color: str) -> Any:
     """Build an env with these arguments."""
     return CounterEnv(horizon=size)

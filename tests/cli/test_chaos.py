@@ -87,6 +87,13 @@ def test_what_an_env_loses_by_itself_is_told_apart_from_the_kills(reports: Path)
     assert told["mismatches"] == told["strayed"] == []
 
 
+def test_an_env_that_crashes_in_its_first_step_by_chance_is_tried_again(tmp_path: Path) -> None:
+    arguments = ("--kills", "1", "--num-envs", "1", "--env-kwargs", json.dumps({"directory": str(tmp_path)}))
+    result = chaos(f"{ODD_ENVS}:crashes_once", *arguments)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "once").exists()
+
+
 def test_an_env_that_is_not_deterministic_is_found_out_before_recovery_is_blamed() -> None:
     result = chaos("Chance-v0", "--kills", "20", "--num-envs", "1")
     assert result.exit_code == 2, result.output
