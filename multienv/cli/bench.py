@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from multienv._engine.cores import cores
 from multienv.cli.measuring import WORTH_IT, Bench, measure
@@ -20,7 +20,6 @@ from multienv.cli.options import (
     NumEnvsOption,
     VerboseOption,
     at_work,
-    first_line,
     plain_console,
     vector_env_code,
     working_env,
@@ -55,17 +54,14 @@ def bench(
         found = working_env(env, env_kwargs)
         try:
             result = measure(found.env_fn, num_envs, seconds=seconds, repeats=repeats, say=work.update)
-        except Exception as error:  # from the env or from another library
-            raise UsageError(
-                f"{env} cannot be measured: {first_line(error)} For details, run `multienv doctor {env}`."
-            ) from error
+        except UsageError as error:
+            raise UsageError(f"{env} cannot be measured: {error}. For details, run `multienv doctor {env}`.") from error
     best = result.recommended
     document = {
         "env": env,
         "num_envs": num_envs,
         "cores": len(cores()),
         "contenders": _rows(result),
-        "left_out": result.left_out,
         "recommended": best.name,
         "code": vector_env_code(found, num_envs, best.options or ""),
         "printed": work.printed,
@@ -78,43 +74,45 @@ def bench(
     console = plain_console()
     work.show_printed(console)
     _show(console, document)
-    if any(one.is_local and one.ratio(best) > WORTH_IT for one in result.contenders):
+    if any(one.is_local and (one.ratio(best) or 0.0) > WORTH_IT for one in result.contenders):
         console.print("This env is faster without processes. Use them only if it must survive crashes.")
     console.print(f"Recommended:\n{document['code']}", soft_wrap=True)
 
 
 def _rows(result: Bench) -> list[dict[str, Any]]:
-    """Return the measurements as JSON values: the fastest first, the limit last."""
+    """Return the measurements as JSON values: the fastest first, then those that died, and the limit last."""
     return [
         {
             "package": one.package,
             "name": one.name,
+            "died": one.died,
             "steps_per_second": one.rate,
             "share_of_limit": one.ratio(result.limit),
             "recommended_is_faster_by": result.recommended.ratio(one),
             "rates": one.rates,
         }
-        for one in (*sorted(result.contenders, key=lambda one: -one.ratio(result.limit)), result.limit)
+        for one in (*sorted(result.contenders, key=lambda one: -one.rate), result.limit)
     ]
 
 
 def _show(console: Console, document: dict[str, Any]) -> None:
-    title = f"{document['env']} × {document['num_envs']} on {document['cores']} cores"
-    longest_word = len("SubprocessVectorEnv(env_fns,")
-    table = Table("", Column(title, overflow="fold", min_width=longest_word), box=None, pad_edge=False)
-    for header in ("steps/s", "of the limit", "recommended is faster by"):
+    console.print(f"{document['env']} × {document['num_envs']} on {document['cores']} cores", soft_wrap=True)
+    table = Table("", box=None, pad_edge=False)
+    for header in ("steps/s", "of the\nlimit", "recommended\nis faster by"):
         table.add_column(header, justify="right")
     for one in document["contenders"]:
         is_best = one["name"] == document["recommended"]
-        ratio = "" if is_best or one["package"] == "limit" else f"{one['recommended_is_faster_by']:.2f} ×"
+        is_compared = not is_best and one["package"] != "limit"
+        share, ratio = one["share_of_limit"], one["recommended_is_faster_by"]
+        owner = "gymnasium's " if one["package"] == "gymnasium" else ""
         table.add_row(
-            one["package"],
-            one["name"],
-            f"{one['steps_per_second']:,.0f}",
-            f"{one['share_of_limit']:.2f}",
-            ratio,
+            owner + one["name"].replace("(env_fns, ", "(").removesuffix("(env_fns)"),
+            "died" if one["died"] else f"{one['steps_per_second']:,.0f}",
+            "" if share is None else f"{share:.2f}",
+            "" if ratio is None or not is_compared else f"{ratio:.2f} ×",
             style="bold" if is_best else "",
         )
     console.print(table)
-    for name, why in document["left_out"].items():
-        console.print(f"Left out: {name}: {why}", style="yellow")
+    for one in document["contenders"]:
+        if one["died"]:
+            console.print(f"Died: {one['name']}: {one['died']}", style="yellow", soft_wrap=True)

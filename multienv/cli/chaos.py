@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import MultienvError, UsageError
 from multienv.events import Event, Recovery
 from multienv.testing import check_env_recovers
+from multienv.testing.side_by_side import MANY_RESTARTS
 
 
 def chaos(
@@ -48,6 +50,7 @@ def chaos(
 
     Workers are killed, crashed and stopped at random moments.
     A recovery is exact, or replayed from a reset, or the episode is truncated with a reason.
+    Workers that the env itself loses are recovered too, and counted by themselves.
 
     Exit code 0: nothing differed silently: there was no difference after exact recoveries.
     1: something differed silently.
@@ -78,7 +81,7 @@ def chaos(
                 manners=("SIGKILL", "SIGSEGV", "SIGSTOP"),
                 interval=(0.0, pause),
                 hooks=[note],
-                restart=RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000),
+                restart=RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=MANY_RESTARTS),
                 deadlines=Deadlines(step=step_deadline, reset=reset_deadline),
             )
         except MultienvError as error:
@@ -86,11 +89,15 @@ def chaos(
                 f"{env} fails on its own: {first_line(error)} For details, run `multienv doctor {env}`."
             ) from error
     seconds = np.quantile([one.seconds for one in recoveries] or [0.0], [0.5, 0.99])
-    losses = [f"{one.loss.cause}: {exit_text(one.loss.exit_code).partition(' (')[0]}" for one in recoveries]
+    killed = set(result.killed)
+    own = _causes(one for one in recoveries if one.loss.pid not in killed)
+    if undisturbed := result.own_losses - own.total():
+        own["in the undisturbed run"] = undisturbed
     document = {
         "env": env,
-        **asdict(result),
-        "causes": Counter(losses),
+        **{name: value for name, value in asdict(result).items() if name != "killed"},
+        "causes": _causes(one for one in recoveries if one.loss.pid in killed),
+        "own_causes": own,
         "outcomes": Counter(one.outcome for one in recoveries),
         "methods": Counter(one.method for one in recoveries if one.method),
         "seconds": {"median": seconds[0], "p99": seconds[1]},
@@ -110,7 +117,15 @@ def chaos(
         for style, differences in (("yellow", result.strayed), ("red", result.mismatches)):
             for difference in differences:
                 console.print(difference, style=style)
+        if result.own_losses:
+            told = f"The env itself crashed or hung {result.own_losses} times, without a signal."
+            console.print(f"{told} To see where: `multienv doctor {env}`.", style="yellow", soft_wrap=True)
     raise typer.Exit(1 if result.mismatches else 0)
+
+
+def _causes(recoveries: Iterable[Recovery]) -> Counter[str]:
+    """Count the losses by their cause."""
+    return Counter(f"{one.loss.cause}: {exit_text(one.loss.exit_code).partition(' (')[0]}" for one in recoveries)
 
 
 def _table(told: dict[str, Any]) -> Table:
@@ -122,6 +137,7 @@ def _table(told: dict[str, Any]) -> Table:
     table.add_row("signals sent", f"{told['kills']:,}")
     for name, counts in (
         ("lost", "causes"),
+        ("lost by itself", "own_causes"),
         ("outcome", "outcomes"),
         ("recovered by", "methods"),
     ):

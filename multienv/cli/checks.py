@@ -23,8 +23,11 @@ import psutil
 from rich.filesize import decimal
 
 from multienv import SubprocessEnv, SubprocessVectorEnv
+from multienv._engine.cores import cores
+from multienv._engine.recovery.journal import AFFORDABLE
 from multienv._engine.recovery.verification import is_comparable
 from multienv._engine.reports.texts import foreign_frames
+from multienv.cli.env_functions import arguments_advice
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
@@ -159,6 +162,9 @@ class Patient:
         began: When the examination began.
         episode_seconds: Env time of the longest episode that its spec allows; 0.0: unknown.
         variables: Environment variables that the env needs to render frames.
+        is_busy: Other programs keep all cores busy: times say little.
+        exact_steps: About how many steps of a worker a replay repeats exactly, though the env carries memory across
+            resets; 0: not known.
     """
 
     name: str
@@ -187,6 +193,8 @@ class Patient:
     began: float = field(default_factory=time.monotonic)
     episode_seconds: float = 0.0
     variables: dict[str, str] = field(default_factory=dict)
+    is_busy: bool = False
+    exact_steps: int = 0
 
     @property
     def verdict(self) -> Verdict:
@@ -205,7 +213,7 @@ class Patient:
         """Return what is said of the env in the end, if it runs at all."""
         if self.verdict == "ok":
             return "recoverable"
-        return "truncates" if self.ways else "unknown"
+        return "truncates" if self.ways and self.again else "unknown"
 
     @property
     def own_faults(self) -> str:
@@ -276,6 +284,7 @@ def _tried(check: Callable[[Patient], Row | None], patient: Patient) -> Row | No
             is_chance = isinstance(error, WorkerLostError | SpoiledError) and check is not steps  # it has tried itself
             is_chance = is_chance and not (check is builds and isinstance(error, WorkerHungError))
             is_chance = is_chance and not isinstance(error, RestartBudgetExceeded)
+            is_chance = is_chance and (patient.again or not isinstance(error, SpoiledError))
             if is_last or not is_chance or time.monotonic() > patient.began + _SECOND_TRIES_UNTIL:
                 return _failed(patient, error)
     raise AssertionError
@@ -297,6 +306,8 @@ def _failed(patient: Patient, error: Exception) -> Row:
             advice = told  # the advice about a lost worker is for a caller of multienv
     if any(sign in text for sign in _NO_DISPLAY):
         advice = _OFFSCREEN
+    if not patient.first.steps and isinstance(error, EnvError):
+        advice = arguments_advice(patient.env_fn, text) or advice
     if isinstance(error, WorkerLostError):
         detail = _last_words(error)
         if patient.first.steps:  # the env runs, until it ends its worker by itself
@@ -324,6 +335,20 @@ def _times(count: int) -> str:
 # --- does it run at all? --------------------------------------------------------------------------
 
 
+def load(patient: Patient) -> Row | None:
+    """Tell whether other programs keep all cores busy: then no time that is measured says anything about the env."""
+    average, count = os.getloadavg()[0], len(cores())
+    patient.is_busy = average > count
+    if not patient.is_busy:
+        return None
+    return Row(
+        "note",
+        f"this machine is busy (load {average:.0f} on {count} cores): the times below are not those of the env, and "
+        "nothing is recommended because of them",
+        "Run the doctor again when the machine is idle.",
+    )
+
+
 def builds(patient: Patient) -> Row:
     """Send ``env_fn`` to a worker, and build the env there."""
     began = time.perf_counter()
@@ -332,7 +357,7 @@ def builds(patient: Patient) -> Row:
     size, ready = decimal(len(cloudpickle.dumps(patient.env_fn))), duration(patient.start)
     advice = 'Are its imports slow? Try preload="auto": also each loss then costs less time.'
     means = f"env_fn takes {size}; its worker is ready after {ready}, and takes {decimal(patient.memory)}"
-    return Row("ok", means, advice if patient.start > _LONG_START else "")
+    return Row("ok", means, advice if patient.start > _LONG_START and not patient.is_busy else "")
 
 
 def steps(patient: Patient) -> Row:
@@ -377,6 +402,17 @@ def compares(patient: Patient) -> Row | None:
         "truncates",
         f"it returns values of type {kind}, which cannot be compared: the episode of a lost worker is truncated",
         "Return arrays, numbers, strings, containers of them or dataclasses.",
+    )
+
+
+def spaces(patient: Patient) -> Row | None:
+    """Tell whether an observation was not in its space, as gymnasium's checker does."""
+    if not patient.noticed.misfit:
+        return None
+    return Row(
+        "note",
+        patient.noticed.misfit,
+        "multienv hands it on as it is, and a policy may fail because of it. Correct the env or its observation_space.",
     )
 
 
@@ -618,7 +654,9 @@ def replays(patient: Patient) -> Row:
         advice += f" {_OR_CHANCE}"
         return Row(_unless_recoverable(patient), struck.replay, advice)
     if patient.remembers:
-        means = f"{struck.replay}; but later in a run it begins at a reset, and {_MEMORY}"
+        patient.exact_steps = int(float(f"{AFFORDABLE * patient.first.steps / patient.first.seconds:.1g}"))
+        means = f"{struck.replay}; but from about step {patient.exact_steps:,} of a worker on it begins at a reset, "
+        means += f"and {_MEMORY}"
         return Row(_unless_recoverable(patient), means, "See the line begins anew.")
     if not _outgrows_replays(patient):
         return Row("ok", struck.replay)
@@ -760,7 +798,7 @@ def _rounded_down(steps: float) -> int:
 
 
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
-    builds, steps, compares, repeats, begins_anew, draws, shares, renders, outside, forks, replays, leaks,
+    load, builds, steps, compares, spaces, repeats, begins_anew, draws, shares, renders, outside, forks, replays, leaks,
     snapshots,
 )  # fmt: skip
 
@@ -819,12 +857,14 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     """
     if not patient.again:
         raise SpoiledError(_DOES_NOT_REPEAT)
-    late = patient.first.steps * 17 // 20
+    late, struck_after, found = patient.first.steps * 17 // 20, 0, Walk()
     events: list[Event] = []
     victims: list[int] = []
 
     def before_step(step: int) -> None:
+        nonlocal struck_after
         if step == late:
+            struck_after = len(found.seen)
             time.sleep(_ANNOUNCED)
             victims.append(_pid(env))
             send(victims[0], "SIGKILL")
@@ -832,7 +872,7 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     try:
         policy = replace(restart, max_restarts=_MOST_LOSSES)
         with patient.worker(reports="", hooks=[events.append], restart=policy) as env:
-            found = walk(env, patient.first.steps, before_step=before_step)
+            walk(env, patient.first.steps, before_step=before_step, found=found)
             known = env.statistics()
     finally:
         for event in events:
@@ -844,6 +884,10 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     if ours is None or any(one.outcome not in went_on for one in recoveries if one is not ours):
         raise SpoiledError("the env itself crashed or hung during this check, and its episode did not go on")
     difference = patient.differs_at(found)
+    early = patient.differs_at(replace(found, seen=found.seen[:struck_after]))
+    if early and ours.outcome in went_on:
+        patient.again = len(recoveries) > 1  # the recovery of another loss may differ there
+        raise SpoiledError(f"{early} differs before the worker is killed: {_DOES_NOT_REPEAT}")
     outcome: Outcome = "exact" if ours.outcome == "exact" else "replayed"
     if ours.outcome not in went_on:
         outcome = "truncated"
@@ -859,7 +903,7 @@ def _reason(recovery: Recovery) -> str:
 
 def _outgrows_replays(patient: Patient) -> bool:
     """Tell whether an episode may take longer than a replay may, while only a replay recovers it."""
-    is_long = patient.episode_seconds > RestartPolicy().replay_limit
+    is_long = patient.episode_seconds > RestartPolicy().replay_limit and not patient.is_busy
     return is_long and patient.ways.get("snapshot") != "exact"
 
 
@@ -878,7 +922,7 @@ def _pid(env: SubprocessEnv) -> int:
 def options_for(patient: Patient) -> str:
     """Return the recommended options for this env, as Python."""
     options = []
-    if patient.hung:
+    if patient.hung and not patient.is_busy:
         step, reset = _deadline(patient.first.slowest_step), _deadline(patient.first.slowest_reset)
         options = [f"deadlines=Deadlines(step={step:.1f}, reset={reset:.1f})"]
     if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":

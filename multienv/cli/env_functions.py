@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import importlib
 import os
+import re
 import sys
 import traceback
 from functools import partial
@@ -22,6 +23,7 @@ from multienv.errors import MultienvError, UsageError
 
 _FORMS = "ID, module:ID, module:function, module:Class, file.py:function or file.py:Class"
 _PACKAGE = str(Path(__file__).parents[1])
+GIVE_ARGUMENTS = """Give arguments for the env by --env-kwargs, such as --env-kwargs '{"size": 4}'."""
 _HOW_TO_BUILD = "Give --env ID, --env module:ID or --env module:function to build the env."
 
 
@@ -60,7 +62,11 @@ def named(name: str, /, **arguments: Any) -> NamedEnv:
     told = "".join(f", {key}={value!r}" for key, value in arguments.items())
     if module is not None and callable(function):
         code = f"lambda: {rest}({told[2:]})" if arguments else rest
-        env_fn = checked_env_fn(partial(function, **arguments) if arguments else function, None, name)
+        function = partial(function, **arguments) if arguments else function
+        try:
+            env_fn = checked_env_fn(function, None, name)
+        except UsageError as error:
+            raise UsageError(f"{str(error).partition(';')[0]}. {GIVE_ARGUMENTS}") from error
         return NamedEnv(env_fn, f"from {module.__name__} import {rest}", code)
     if rest in gymnasium.registry:
         full = rest if module is None else f"{module.__name__}:{rest}"  # so that workers import the module too
@@ -71,6 +77,19 @@ def named(name: str, /, **arguments: Any) -> NamedEnv:
     guess = f" Did you mean {where + ':' if where else ''}{similar[0]}?" if similar else f" Give {_FORMS}."
     nothing = "no" if module is None else f"{where} has no such function or class, and no"
     raise UsageError(f"{name}: {nothing} env with this id is registered.{guess}")
+
+
+def arguments_advice(env_fn: EnvFn, error: str) -> str:
+    """Return how to give the arguments that the function lacks, if that may be why building the env failed; or ``""``.
+
+    Args:
+        env_fn: Of :func:`named`, which passes 0, an index, for one missing argument.
+        error: The text of the error.
+    """
+    has_index = isinstance(env_fn, partial) and env_fn.args == (0,)
+    if not has_index and not re.search(r"missing \d+ required (positional|keyword-only) argument", error):
+        return ""
+    return f"{'Its argument is 0, the index of the env. ' * has_index}{GIVE_ARGUMENTS}"
 
 
 def _module(where: str, name: str) -> ModuleType:

@@ -1,4 +1,8 @@
-"""Measure how fast a batch of an env steps in several layouts, and in gymnasium's own, in turn, next to the limit."""
+"""Measure how fast a batch of an env steps in several layouts, and in gymnasium's own, in turn, next to the limit.
+
+The env may crash by chance. A SubprocessVectorEnv recovers. Every other batch has a process of its own, which the env
+may end: then it is shown as dead.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,25 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-from multienv import SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv._engine.building.building import EnvFn
 from multienv._engine.cores import busy_cores, cores
+from multienv._engine.reports.texts import exit_text
 from multienv._engine.threads import close_at_once
 from multienv.cli.options import first_line
 from multienv.cli.walking import RAISE
 from multienv.config import Deadlines
-from multienv.errors import UsageError
+from multienv.errors import UsageError, WorkerHungError, WorkerLostError
 from multienv.vector.batching import deal
 
 # Seconds that each contender steps before the first turn.
 _WARM_UP = 0.1
 # A layout other than "auto" is recommended only if it is faster than "auto" by this factor.
 WORTH_IT = 1.05
+# Options of a worker with a batch, or with an env that is stepped for the limit. A turn takes less than a minute.
+_IN_A_WORKER: dict[str, Any] = {"restart": RAISE, "deadlines": Deadlines(call=60.0), "reports": ""}
+# The limit of an env that crashes by chance: it is tried so often in a turn, each time for a quarter of the time.
+_TRIES, _LEAST_PART = 6, 1 / 256
 
 
 @dataclass
@@ -40,29 +49,42 @@ class Contender:
     Attributes:
         package: The package of the class.
         name: The code for a program.
-        make: Builds the batch.
+        build: Builds the batch, and returns a function that steps it for some seconds and returns env steps per second.
         options: Options of SubprocessVectorEnv, as Python; ``None``: another class.
-        is_local: The batch steps in this process.
-        step_for: Steps the batch for some seconds and returns env steps per second; ``None``: not built yet.
+        is_local: The batch steps its envs in its own process.
+        step_for: What ``build`` has returned; ``None``: it is not built yet.
         rates: Env steps per second of each turn.
+        died: What has ended it, or why it could not be built, in one line; ``""``: it lives.
     """
 
     package: str
     name: str
-    make: Callable[[], Any]
+    build: Callable[[], Callable[[float], float]]
     options: str | None = None
     is_local: bool = False
-    step_for: Any = None
+    step_for: Callable[[float], float] | None = None
     rates: list[float] = field(default_factory=list)
+    died: str = ""
 
     @property
     def rate(self) -> float:
-        """Return the median over the turns."""
-        return statistics.median(self.rates)
+        """Return the median over the turns; 0.0: it has died."""
+        return 0.0 if self.died else statistics.median(self.rates)
 
-    def ratio(self, other: Contender) -> float:
-        """Return the ratio of its speed to the other's speed: the median over the turns."""
+    def ratio(self, other: Contender) -> float | None:
+        """Return the ratio of its speed to the other's speed: the median over the turns; ``None``: one has died."""
+        if self.died or other.died:
+            return None
         return statistics.median(one / its for one, its in zip(self.rates, other.rates, strict=True))
+
+    def take_turn(self, seconds: float) -> None:
+        """Step for some seconds and note the rate, or what has ended the batch. One that has died does nothing."""
+        if not self.died:
+            try:
+                self.step_for = self.step_for or self.build()
+                self.rates.append(self.step_for(seconds))
+            except Exception as error:  # from the env or from another library
+                self.died = _cause(error)
 
 
 @dataclass
@@ -71,20 +93,18 @@ class Bench:
 
     Attributes:
         limit: All cores together; each steps one env all the time.
-        contenders: The contenders that could be built and stepped.
-        left_out: Name of each other contender, and the reason.
+        contenders: All others.
     """
 
     limit: Contender
-    contenders: list[Contender] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
+    contenders: list[Contender]
 
     @property
     def recommended(self) -> Contender:
         """Return the fastest layout of SubprocessVectorEnv, or ``"auto"`` if that is about as fast."""
-        layouts = [one for one in self.contenders if one.options is not None]
-        best, auto = max(layouts, key=lambda one: one.rate), layouts[0]
-        return best if best.ratio(auto) > WORTH_IT else auto
+        layouts = [one for one in self.contenders if one.options is not None and not one.died]
+        best, first = max(layouts, key=lambda one: one.rate), layouts[0]
+        return best if (best.ratio(first) or 0.0) > WORTH_IT else first
 
 
 def measure(
@@ -105,55 +125,65 @@ def measure(
         say: Called with a text that says what is being done.
 
     Raises:
-        MultienvError: The env failed in its own process, or no layout of SubprocessVectorEnv could be measured.
-        Exception: An env failed by itself in a turn.
+        UsageError: No layout of SubprocessVectorEnv could be measured.
     """
     dice = random.Random(0)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # left_out has the reason if a library fails
-        # Build the limit first: if the env ends its process, that happens there, not in this process.
-        bench = Bench(_limit(env_fn, stack))
-        bench.limit.step_for(_WARM_UP)
-        for one in _contenders(env_fn, num_envs):
-            say(f"building {one.name} ...")
-            try:
-                batch = one.make()
-                stack.callback(_close, batch)
-                one.step_for = _stepper(batch, num_envs)
-                one.step_for(_WARM_UP)
-            except Exception as error:  # from the env or from another library
-                bench.left_out[one.name] = first_line(error)
-            else:
-                bench.contenders.append(one)
-        if not any(one.options is not None for one in bench.contenders):
-            raise UsageError("; ".join(f"{name}: {why}" for name, why in bench.left_out.items()))
+        limit = Contender("limit", "each core steps an env and nothing else", partial(_build_limit, env_fn, stack))
+        bench = Bench(limit, list(_contenders(env_fn, num_envs, stack)))
         turns = [bench.limit, *bench.contenders]
+        for one in turns:
+            say(f"building {one.name} ...")
+            one.take_turn(_WARM_UP)
+            one.rates.clear()
         for number in range(repeats):
             say(f"turn {number + 1} of {repeats} ...")
             dice.shuffle(turns)
             for one in turns:
-                one.rates.append(one.step_for(seconds))
+                one.take_turn(seconds)
+    if all(one.died for one in bench.contenders if one.options is not None):
+        raise UsageError("; ".join(f"{one.name}: {one.died}" for one in bench.contenders))
     return bench
 
 
-def _contenders(env_fn: EnvFn, num_envs: int) -> Iterator[Contender]:
-    """Yield layouts with different numbers of workers, ``"auto"`` first, and then gymnasium's vector envs."""
+def _contenders(env_fn: EnvFn, num_envs: int, stack: contextlib.ExitStack) -> Iterator[Contender]:
+    """Yield layouts with different numbers of workers, ``"auto"`` first, and then gymnasium's vector envs.
+
+    They are closed with the stack.
+    """
     env_fns, seen = [env_fn] * num_envs, set()
     for each in ("auto", 1, max(1, -(-num_envs // (2 * busy_cores()))), num_envs):
         sizes = tuple(deal(num_envs, each, busy_cores()))
         if sizes not in seen:
             seen.add(sizes)
             options = "" if each == "auto" else f"envs_per_worker={each}"
-            make = partial(SubprocessVectorEnv, env_fns, envs_per_worker=each, reports="")
-            yield Contender("multienv", f"SubprocessVectorEnv(env_fns{options and ', '}{options})", make, options)
-    yield Contender("multienv", "SerialVectorEnv(env_fns)", partial(SerialVectorEnv, env_fns), is_local=True)
-    yield Contender("gymnasium", "AsyncVectorEnv(env_fns)", partial(AsyncVectorEnv, env_fns, context="forkserver"))
-    yield Contender("gymnasium", "SyncVectorEnv(env_fns)", partial(SyncVectorEnv, env_fns), is_local=True)
+            layout = partial(SubprocessVectorEnv, env_fns, envs_per_worker=each, reports="")
+            build = partial(_build, layout, num_envs, stack)
+            yield Contender("multienv", f"SubprocessVectorEnv(env_fns{options and ', '}{options})", build, options)
+    kinds: tuple[Any, ...] = SerialVectorEnv, SyncVectorEnv, AsyncVectorEnv
+    for kind in kinds:
+        batch = partial(BatchInWorker, partial(kind, env_fns), num_envs)
+        # The libraries of the env have as many threads as they would have in a program of the user.
+        make = partial(SubprocessEnv, batch, native_threads=None, **_IN_A_WORKER)
+        package = "multienv" if kind is SerialVectorEnv else "gymnasium"
+        build, is_local = partial(_build_in_worker, make, stack), kind is not AsyncVectorEnv
+        yield Contender(package, f"{kind.__name__}(env_fns)", build, is_local=is_local)
+
+
+def _build(make: Callable[[], Any], num_envs: int, stack: contextlib.ExitStack) -> Callable[[float], float]:
+    batch = make()
+    stack.callback(batch.close)
+    return _stepper(batch, num_envs)
+
+
+def _build_in_worker(make: Callable[[], SubprocessEnv], stack: contextlib.ExitStack) -> Callable[[float], float]:
+    worker = make()
+    stack.callback(worker.close)
+    return partial(worker.initialize().call, "step_for")
 
 
 def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
-    """Reset the batch. Return a function that steps it for some seconds and returns env steps per second."""
+    """Reset and step the batch. Return a function that steps it for some seconds and returns env steps per second."""
     batch.reset()
     space = batch.action_space
     space.seed(0)
@@ -166,7 +196,27 @@ def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
             calls += 1
         return num_envs * calls / spent
 
+    step_for(0.0)
     return step_for
+
+
+class BatchInWorker(gymnasium.Env[Any, Any]):
+    """Builds a batch of another class in a worker, and steps it there: the env may end that process.
+
+    Args:
+        make: Builds the batch.
+        num_envs: Number of its envs.
+    """
+
+    def __init__(self, make: Callable[[], Any], num_envs: int) -> None:
+        warnings.simplefilter("ignore")  # Contender.died has the reason if a library fails
+        self._batch = make()
+        self.observation_space, self.action_space = self._batch.observation_space, self._batch.action_space
+        self.step_for = _stepper(self._batch, num_envs)
+
+    def close(self) -> None:
+        """Close the batch and its envs. If it waits for a dead process, Deadlines.close ends that."""
+        self._batch.close()
 
 
 class BoundEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -197,21 +247,36 @@ class BoundEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         return steps / spent
 
 
-def _limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Contender:
-    """Build an env for each core. The contender steps all of them at the same time, until the stack is closed."""
+def _build_limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Callable[[float], float]:
+    """Build an env for each core. Return a function that steps all of them at the same time."""
     steppers = [partial(BoundEnv, env_fn, core) for core in cores()]
-    make = partial(create_subprocess_envs, steppers, restart=RAISE, deadlines=Deadlines(call=60.0), reports="")
-    workers = make()
+    workers = create_subprocess_envs(steppers, **_IN_A_WORKER)
     stack.callback(close_at_once, [worker.close for worker in workers])
+    part = 1.0
 
     def step_for(seconds: float) -> float:
-        for worker in workers:
-            worker.call_async("step_for", seconds)
-        return float(sum(worker.call_wait() for worker in workers))
+        nonlocal part
+        for _ in range(_TRIES):
+            for worker in workers:
+                worker.call_async("step_for", part * seconds)
+            rates: list[float] = []
+            for worker in workers:
+                try:
+                    rates.append(worker.call_wait())
+                except WorkerLostError as error:  # the next call builds the env anew
+                    lost = error
+            if len(rates) == len(workers):
+                return sum(rates)
+            part = max(part / 4, _LEAST_PART)
+        raise lost
 
-    return Contender("limit", "each core steps an env and nothing else", make, step_for=step_for)
+    return step_for
 
 
-def _close(batch: Any) -> None:
-    with contextlib.suppress(Exception):  # batches of other libraries, after a failure
-        batch.close(**({"terminate": True} if isinstance(batch, AsyncVectorEnv) else {}))
+def _cause(error: Exception) -> str:
+    """Return what has ended a batch, in one line."""
+    if isinstance(error, WorkerHungError):
+        return "hung"
+    if isinstance(error, WorkerLostError):
+        return exit_text(error.exit_code)
+    return first_line(error).removeprefix("The env raised ").removeprefix("builtins.").rstrip(": ")

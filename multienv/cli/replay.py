@@ -1,13 +1,18 @@
-"""``multienv replay``: run a lost episode again in this process, or list the crash reports."""
+"""``multienv replay``: run a lost episode again in a process of its own, or list the crash reports."""
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import multiprocessing
+import os
+import signal
 import sys
 from bdb import BdbQuit
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +22,7 @@ from rich.console import Console
 from multienv._engine.reports import store
 from multienv._engine.reports.crash import Report
 from multienv._engine.reports.read import load, summary_of
-from multienv._engine.reports.texts import what_happened
+from multienv._engine.reports.texts import exit_text, what_happened
 from multienv.cli.env_functions import env_functions
 from multienv.cli.options import ReportsOption, arguments_of, plain_console
 from multienv.cli.replaying import EnvRaised, Rerun
@@ -25,8 +30,8 @@ from multienv.cli.texts import duration, report_line, visible
 from multienv.errors import UsageError, counted
 
 _LATEST = "latest"
-# Reports an event: as text for people, and as named values for programs.
-Say = Callable[..., None]
+# How often a replay begins again if a fault strikes by chance before the fatal request.
+_TRIES = 5
 
 
 def replay(
@@ -39,22 +44,28 @@ def replay(
         typer.Option(help="How to build the env: its id, 'module:id' or 'module:function'. Default: the report's own."),
     ] = None,
     env_kwargs: Annotated[str | None, typer.Option(help="Arguments for --env, as JSON.")] = None,
-    debug: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger before the fatal request.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--pdb", help="Stop in the debugger before the fatal request. Implies --here.")
+    ] = False,
+    here: Annotated[
+        bool, typer.Option("--here", help="Run in this process, which a fault then ends: for gdb and the like.")
+    ] = False,
     last: Annotated[int, typer.Option(min=1, help="Without an argument: how many of the newest reports to list.")] = 10,
     reports: ReportsOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each event as a line of JSON, and the list as one document.")
     ] = False,
 ) -> None:
-    """Run a lost episode again in this process, up to the request in which its worker was lost.
+    """Run a lost episode again in a process of its own, up to the request in which its worker was lost.
 
     Without an argument: list the last ten crash reports, the newest last.
 
-    Each answer on the way is compared with the recorded one. If the fault happens again, it ends this process as it
-    ended the worker. Modules of --env are also found in the current directory. A report is a pickle: only replay
-    reports that you trust.
+    Each answer on the way is compared with the recorded one. If the env crashes by chance before the fatal request, the
+    replay is tried again, five times in all. Modules of --env are also found in the current directory. A report is a
+    pickle: only replay reports that you trust.
 
-    Exit code 0: the fault did not happen again; 1: the env raised, or hung again; 2: the report cannot be replayed.
+    Exit code 0: the fault did not happen again; 1: it happened again: the env raised, hung or ended its process;
+    2: the report cannot be replayed; 3: a fault has struck by chance in each try.
 
     For example:
 
@@ -64,25 +75,83 @@ def replay(
 
     multienv replay latest --env my_envs.py:MyEnv --env-kwargs '{"size": 4}'
     """
-    console = plain_console(soft_wrap=True)
-
-    def say(text: str, **facts: Any) -> None:
-        console.print(json.dumps(facts) if as_json else visible(text))
-
     directory = store.directory_for(reports)
+    if report is None:
+        _list(plain_console(soft_wrap=True), directory, last, as_json=as_json)
+        return
+    path = _path(report, directory)
+    arguments = None if env_kwargs is None else arguments_of(env_kwargs)
+    if debug or here:
+        try:
+            code = _run(as_json, path, env, arguments, debug=debug)
+        except BdbQuit:
+            raise typer.Abort from None
+    else:
+        code = _run_elsewhere(as_json, path, env, arguments)
+    raise typer.Exit(code)
+
+
+def _say(as_json: bool, text: str, **facts: Any) -> None:
+    """Report an event: as text for people, or as named values for programs."""
+    plain_console(soft_wrap=True).print(json.dumps(facts) if as_json else visible(text))
+    sys.stdout.flush()
+
+
+def _run(as_json: bool, path: Path, env: str | None, arguments: dict[str, Any] | None, **options: Any) -> int:
+    """Run the report again in this process. Return the exit code. See :func:`_replay`."""
+    say = partial(_say, as_json)
     try:
-        if report is None:
-            _list(console, directory, last, as_json=as_json)
-            return
-        faulthandler.enable()
-        found = load(_path(report, directory))
-        _replay(say, found, env, None if env_kwargs is None else arguments_of(env_kwargs), debug=debug)
+        _replay(say, load(path), env, arguments, **options)
     except EnvRaised as raised:
         text = f"{raised.failure.traceback.rstrip()}\nThe env raised: {str(raised).rstrip('.')}."
         say(text, raised=str(raised), traceback=raised.failure.traceback)
-        raise typer.Exit(1) from raised
-    except BdbQuit:
-        raise typer.Abort from None
+        return 1
+    return 0
+
+
+def _run_and_tell(told: Connection, is_first: bool, *arguments: Any) -> None:
+    """Run the report again, in a process started for it. Tell that the fatal request is reached, and the exit code."""
+    try:
+        told.send(_run(*arguments, is_first=is_first, reached=told.send))
+    except UsageError as error:
+        print(visible(str(error)), file=sys.stderr)
+        told.send(2)
+    except KeyboardInterrupt:
+        pass  # the command says that it was interrupted
+
+
+def _run_elsewhere(as_json: bool, *arguments: Any) -> int:
+    """Run the report again in a process of its own, more than once if a fault strikes by chance on the way.
+
+    Returns:
+        The exit code of the command.
+    """
+    say, spawning = partial(_say, as_json), multiprocessing.get_context("spawn")
+    for number in range(1, _TRIES + 1):
+        reader, told = spawning.Pipe(duplex=False)
+        process = spawning.Process(target=_run_and_tell, args=(told, number == 1, as_json, *arguments))
+        process.start()
+        try:
+            process.join()
+        except KeyboardInterrupt:  # a terminal interrupts both; a program perhaps only this one
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGINT)
+            process.join(5.0)
+            process.kill()
+            raise
+        message = None
+        while reader.poll():
+            message = reader.recv()
+        if isinstance(message, int):
+            return message
+        ended = message if message and process.exitcode == 1 else exit_text(process.exitcode)
+        if message:
+            say(f"The fault happened again: the process {ended}.", came_again=True, exit_code=process.exitcode)
+            return 1
+        text = f"A fault struck by chance, before the fatal request: the process {ended} (try {number} of {_TRIES})."
+        say(text, by_chance=True, exit_code=process.exitcode)
+    say("Give --env with a calm version of the env: one without this fault.", came_again=None)
+    return 3
 
 
 def _path(report: str, directory: Path | None) -> Path:
@@ -119,27 +188,47 @@ def _list(console: Console, directory: Path | None, last: int, *, as_json: bool)
             console.print(f"Not read: {path.name} is not a regular file.")
 
 
-def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any] | None, *, debug: bool) -> None:
-    """Run the report again, and report each event. The output is flushed before the fatal request runs."""
+def _replay(
+    say: Callable[..., None],
+    report: Report,
+    env: str | None,
+    arguments: dict[str, Any] | None,
+    *,
+    debug: bool = False,
+    is_first: bool = True,
+    reached: Callable[[str], object] = lambda ended: None,
+) -> None:
+    """Run the report again, and report each event.
+
+    Args:
+        say: See :func:`_say`.
+        report: The report.
+        env: See :func:`replay`.
+        arguments: Arguments for ``env``.
+        debug: See :func:`replay`.
+        is_first: Say how the process was lost.
+        reached: Called before the fatal request, or the fatal build, with what exit code 1 means from now on.
+    """
     what = what_happened(report.loss)
-    say(what, report=report.path, what=what)
+    if is_first:
+        say(what, report=report.path, what=what)
     run = Rerun(report, env_functions(report, env, arguments))
-    waiting, facts = "", {}
+    waiting, facts, ended = "", {}, "exited with code 1" if run.hang_seconds is None else "hung"
     if run.hang_seconds is not None and (run.was_building or not debug):  # in the debugger nothing ends it
         waiting = f"\nIf it hangs again, its stack is printed after {duration(run.hang_seconds)}, or at once by Ctrl-C."
         waiting += " Then this command ends."
         facts["hang_seconds"] = run.hang_seconds
     if run.was_building:
         say(f"The process was lost while it built the env. Building the env ...{waiting}", fatal="initialize", **facts)
-        sys.stdout.flush()
+        faulthandler.enable()
+        reached(ended)
         run.build()
         say("The fault did not happen again: the env was built.", came_again=False)
         return
     run.build()
-    if run.length:
-        text = f"Running the {counted(run.length, 'request')} that came before. If this process ends or hangs here, a"
-        say(f"{text} fault has struck by chance: run it again.", before=run.length)
-        sys.stdout.flush()
+    if run.length and is_first:
+        text = f"Running the {counted(run.length, 'request')} that came before. If one hangs, that is chance:"
+        say(f"{text} interrupt this, and run it again.", before=run.length)
     with Console(stderr=True).status(f"running {counted(run.length, 'request')} ..."):
         differences = run.run()
     known = {"requests": run.length, "differences": differences}
@@ -151,7 +240,8 @@ def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any]
     fatal = run.request()
     if fatal:
         say(f"Now the fatal request: {fatal}{waiting}", fatal=fatal, **facts)
-    sys.stdout.flush()
+        faulthandler.enable()
+        reached(ended)
     if debug:
         run.stop()
     if fatal:

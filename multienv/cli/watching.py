@@ -1,11 +1,14 @@
-"""Find out, inside its worker, what an env draws from and has outside, and if its values can be compared."""
+"""Find out, inside its worker, what an env draws from and has outside, and how its observations are."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any, NamedTuple
 
 import gymnasium
+import numpy as np
+from gymnasium.utils.passive_env_checker import check_obs
 
 from multienv._engine.processes.leftovers import open_descriptors
 from multienv._engine.wire.digests import MARK, evidence_of
@@ -36,11 +39,13 @@ class Noticed(NamedTuple):
         drawn_from: Which of ``random`` and ``numpy.random`` it has drawn from, or seeded, in resets and steps.
         incomparable: Name of the type of a value that it returned and that cannot be compared; ``""``: there is none.
         outside: What it has beyond its memory.
+        misfit: The first observation that is not as its space says: where, and what is wrong; ``""``: there is none.
     """
 
     drawn_from: tuple[str, ...] = ()
     incomparable: str = ""
     outside: tuple[Outside, ...] = ()
+    misfit: str = ""
 
 
 class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -68,7 +73,7 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             observation, info = self.env.reset(**options)
         finally:
             self._is_called = False
-        self._look(observation)
+        self._look("reset", observation)
         if not self._steps:
             self._take_census("after a reset")
         return observation, info
@@ -81,7 +86,7 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             *result, info = self.env.step(action)
         finally:
             self._is_called = False
-        self._look(*result)
+        self._look("step", *result)
         return (*result, info)
 
     def noticed(self) -> Noticed:
@@ -102,14 +107,37 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _note(self, when: str, what: str, obstacle: str) -> None:
         self._outside.setdefault((obstacle, what), Outside(when, what, obstacle))
 
-    def _look(self, *returned: Any) -> None:
+    def _look(self, method: str, *returned: Any) -> None:
         pairs = zip(("random", "numpy.random"), self._before, state_of_process(), strict=True)
         changed = {name for name, before, after in pairs if before != after}
         marks = [found[len(MARK) :] for found in map(evidence_of, returned) if found.startswith(MARK)]
         incomparable = marks[0].decode(errors="replace") if marks else ""
         known = self._noticed
         drawn_from = tuple(sorted(changed.union(known.drawn_from), reverse=True))
-        self._noticed = Noticed(drawn_from, known.incomparable or incomparable)
+        found = known.misfit or misfit(returned[0], self.observation_space, method)
+        if found and not known.misfit:
+            found = f"the observation of {f'step {self._steps}' if self._steps else 'the reset'} {found}"
+        self._noticed = Noticed(drawn_from, known.incomparable or incomparable, misfit=found)
+
+
+def misfit(observation: Any, space: gymnasium.Space[Any], method: str) -> str:
+    """Return gymnasium's first complaint about an observation, and its values in short; ``""``: it fits its space."""
+    gymnasium.logger.min_level = gymnasium.logger.WARN  # the env may have raised it
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            check_obs(observation, space, method)
+        except Exception as error:  # another structure
+            return str(error).removeprefix(f"The obs returned by the `{method}()` method ")
+    if not told:
+        return ""
+    text = str(told[0].message).removesuffix("\x1b[0m").rstrip(".").partition(" method ")[2]
+    text += f": {' '.join(str(space).split()):.100}"
+    for array in observation.values() if isinstance(observation, dict) else [observation]:
+        if isinstance(array, np.ndarray) and array.size and array.dtype.kind in "biuf":
+            values = "partly NaN" if np.isnan(array.min()) else f"from {array.min():g} to {array.max():g}"
+            text += f"; its values of shape {array.shape} are {values}"
+    return text
 
 
 def seeded(env_fn: EnvFn) -> EnvFn:

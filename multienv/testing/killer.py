@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from multienv.testing.processes import descendants
 
@@ -60,6 +60,7 @@ class Killer:
 
     Attributes:
         strikes: Number of signals sent so far, by signal.
+        struck: Ids of the processes that got one.
     """
 
     def __init__(
@@ -71,15 +72,8 @@ class Killer:
         kills: int | None = None,
         seed: int = 0,
     ) -> None:
-        if not manners or not set(manners) <= set(get_args(KillManner)):
-            raise ValueError(f"manners must be some of {', '.join(get_args(KillManner))}; got {manners!r}")
-        if not 0 <= interval[0] <= interval[1]:
-            raise ValueError(f"interval must be (least, greatest), both not negative; got {interval}")
-        if not callable(victims) and not hasattr(victims, "statistics"):
-            raise ValueError(
-                f"victims must be an env, a batch or a manager of multienv, or a function; got {victims!r}"
-            )
         self.strikes: Counter[str] = Counter()
+        self.struck: set[int] = set()
         self._pids: Callable[[], Sequence[int]] = victims if callable(victims) else lambda: worker_pids(victims)
         self._manners, self._interval, self._kills = tuple(manners), interval, kills
         self._random = random.Random(seed)
@@ -96,9 +90,11 @@ class Killer:
         """Send a signal to one of the victims now; return whether one was sent."""
         victims = self._pids()
         manner = self._random.choice(self._manners)
-        sent = bool(victims) and send(self._random.choice(victims), manner)
-        self.strikes[manner] += sent
-        return sent
+        if not victims or not send(victim := self._random.choice(victims), manner):
+            return False
+        self.strikes[manner] += 1
+        self.struck.add(victim)
+        return True
 
     def __enter__(self) -> Killer:  # noqa: PYI034 - Self needs Python 3.11
         """Start the thread that sends signals."""

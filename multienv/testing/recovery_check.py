@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multienv import create_subprocess_envs
+from multienv.events import Event, Loss
 from multienv.testing.killer import Killer, KillManner, worker_pids
 from multienv.testing.side_by_side import ENOUGH_MISMATCHES, PATIENT, UNDISTURBED, EnvFn, SideBySide
 
@@ -30,6 +31,9 @@ class RecoveryCheck:
         steps: Env steps that were compared with undisturbed envs.
         episodes: Number of episodes that ended by themselves in these steps. 0: no later reset was compared.
         losses: Number of workers that were lost. A signal may hit a worker that is dead or stopped already.
+        own_losses: Number of workers that the env itself has lost, without a signal: those of undisturbed envs, and
+            those among ``losses``, unless ``make_env`` was given.
+        killed: Ids of the processes that got a signal.
         exact: Number of losses after which the episode went on from a snapshot, or from all that happened since the env
             was built.
         replayed: Number of losses after which the episode went on, repeated from a reset. An env that remembers
@@ -47,6 +51,8 @@ class RecoveryCheck:
     steps: int = 0
     episodes: int = 0
     losses: int = 0
+    own_losses: int = 0
+    killed: tuple[int, ...] = field(default=(), compare=False, repr=False)
     exact: int = 0
     replayed: int = 0
     truncated: tuple[str, ...] = ()
@@ -79,7 +85,7 @@ class RecoveryCheck:
         outcome = (
             f"of {self.losses} losses {self.exact} recovered from exactly, {self.replayed} replayed from a reset, "
         )
-        outcome += f"{len(self.truncated)} by truncation"
+        outcome += f"{len(self.truncated)} by truncation; the env itself lost {self.own_losses} workers"
         lines = [f"{count}, {outcome}", *self.truncated, *self.strayed, *self.mismatches]
         if self.undisturbed:
             lines.append(f"The env is not deterministic: without any kill, two processes differ {self.undisturbed}")
@@ -104,7 +110,7 @@ def check_env_recovers(
     Both get the same seed at the first reset, no seed later, and the same random actions. When a recovery truncates an
     episode (``info["multienv"]``), or a difference is found, all envs are built anew with another seed. After a
     difference the same steps are also taken without kills: if the env differs then too, the check ends. It also ends
-    after five differences.
+    after five differences. What the env itself loses is recovered, too, and counted in ``own_losses``.
 
     Args:
         env_fn: Function that builds your env, which must be deterministic under its seed.
@@ -124,8 +130,9 @@ def check_env_recovers(
     """
     if interval is None and not 0 <= kills <= steps:
         raise ValueError(f"there must be at least as many steps as kills, not {steps} steps and {kills} kills")
+    events: list[Event] = []
     # No reports: reports of kills on purpose would push out the reports of real losses.
-    options = {"reports": "", "deadlines": PATIENT, **options}
+    options = {"reports": "", "deadlines": PATIENT, **options, "hooks": [*options.get("hooks", ()), events.append]}
     fns = [env_fn] * num_envs
     undisturbed: dict[str, Any] = {"worker_env": options.get("worker_env"), **UNDISTURBED}
     until, dice, attempt = time.monotonic() + seconds, random.Random(seed), seed
@@ -139,7 +146,9 @@ def check_env_recovers(
     while not is_done() and len(check.mismatches + check.strayed) < ENOUGH_MISMATCHES and not check.undisturbed:
         began = step
         struck: Sequence[Any] = [make_env(env_fn) for _ in fns] if make_env else create_subprocess_envs(fns, **options)
-        with SideBySide(struck, create_subprocess_envs(fns, **undisturbed), attempt) as pair:
+        calm = create_subprocess_envs(fns, **undisturbed)
+        events.clear()
+        with SideBySide(struck, calm, attempt) as pair:
             killer = Killer(
                 lambda envs=struck: [pid for env in envs for pid in worker_pids(env)],
                 manners=manners,
@@ -156,12 +165,15 @@ def check_env_recovers(
             if interval:
                 pair.step()  # what the last strike has done shows here
             told = [env.statistics() for env in struck]
+            lost_calm = sum(env.statistics().losses for env in calm)
         check = replace(
             check,
             kills=check.kills + killer.delivered,
             steps=check.steps + (step - began) * num_envs,
             episodes=check.episodes + pair.ended,
             losses=check.losses + sum(one.losses for one in told),
+            own_losses=check.own_losses + lost_calm + len(_unstruck(events, killer.struck)),
+            killed=(*check.killed, *killer.struck),
             exact=check.exact + sum(one.exact_recoveries for one in told),
             replayed=check.replayed + sum(one.replayed_recoveries for one in told),
             truncated=(*check.truncated, *pair.reasons),
@@ -180,3 +192,9 @@ def check_env_recovers(
                 check = replace(check, mismatches=(*check.mismatches, f"{where}: {pair.mismatch}"))
         attempt += 1000
     return check
+
+
+def _unstruck(events: Sequence[Event], struck: Collection[int]) -> list[Loss]:
+    """Return the losses of workers that got no signal."""
+    losses = [event for event in events if isinstance(event, Loss) and event.cause != "error"]
+    return [loss for loss in losses if loss.pid not in struck]

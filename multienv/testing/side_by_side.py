@@ -23,9 +23,12 @@ _FEW = 16
 # For envs that may hang by themselves; a step is not expected to take so long.
 PATIENT = Deadlines(reset=60.0, step=60.0)
 
-# Options of SubprocessEnv for an env that is not struck: nothing is recovered, and a busy machine is waited for.
+# A worker that is struck, or whose env crashes by chance, is restarted as often as it takes.
+MANY_RESTARTS = 1_000_000
+# Options of SubprocessEnv for an env that is not struck: a busy machine is waited for, and what the env itself loses is
+# recovered.
 UNDISTURBED: dict[str, Any] = {
-    "restart": RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False, journal_limit=0),
+    "restart": RestartPolicy(max_restarts=MANY_RESTARTS),
     "deadlines": PATIENT,
     "reports": "",
 }
@@ -80,11 +83,13 @@ class SideBySide:
         actions = [self._actions.sample() for _ in self._calm.envs]
         try:
             seen = self._struck.step(copy.deepcopy(actions))
-            told = [info.get("multienv", {}) for info in seen[4] if info]
-            self.reasons = [one["reason"] for one in told if "reason" in one]
+            self.reasons = _reasons(seen[4])
             if self.reasons:
                 return
             expected = self._calm.step(actions)
+            self.reasons = _reasons(expected[4])
+            if self.reasons:
+                return
             self.ended += sum(bool(over or cut) for over, cut in zip(expected[2], expected[3], strict=True))
         except EnvsFailedError as failed:
             lost = [error for error in failed.failures.values() if isinstance(error, WorkerLostError)]
@@ -98,6 +103,12 @@ class SideBySide:
 
     def _compare(self, name: str, seen: Any, expected: Any) -> None:
         self.mismatch = self.mismatch or difference(seen, expected, name) or ""
+
+
+def _reasons(infos: Any) -> list[str]:
+    """Return why episodes were truncated by a loss, from the infos of a step."""
+    told = [info.get("multienv", {}) for info in infos if info]
+    return [one["reason"] for one in told if "reason" in one]
 
 
 def difference(seen: Any, expected: Any, name: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import threading
 import time
@@ -55,6 +56,17 @@ class Wavering(Counted):
     def _next_draw(self) -> float:
         draw = super()._next_draw()
         return draw + os.urandom(1)[0] + 1 if self.number >= self.first and self.episode_step == self.at else draw
+
+
+class Moody(Counted):
+    """Shows another draw in its step 11, if it is built as number *first* or later: not by chance, but a replay repeats it."""
+
+    def __init__(self, directory: str, first: int) -> None:
+        super().__init__(directory, horizon=None)
+        self.first = first
+
+    def _next_draw(self) -> float:
+        return super()._next_draw() + (self.number >= self.first and self.episode_step == 11)
 
 
 class Token:
@@ -134,6 +146,31 @@ class Doomed(Counted):
     def _faults(self) -> int:
         self.faults.write(b".")
         return os.fstat(self.faults.fileno()).st_size
+
+
+class Misfit(CounterEnv):
+    """Observes in its step 4 what its space does not contain."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(count_episodes=False)
+        self.kind = kind
+
+    def _observe(self) -> Any:
+        seen = super()._observe()
+        if self.episode_step == 4:
+            seen[0] = {"large": 1e9, "NaN": np.nan}.get(self.kind, seen[0])
+            return {"dtype": seen.astype(np.float64), "shape": seen[:3]}.get(self.kind, seen)
+        return seen
+
+
+def crashes_once(directory: str) -> Any:
+    """Build an env that crashes in its first step, and never again."""
+    return FaultyEnv(fault=Fault("segv", "step", once=Path(directory, "once")), count_episodes=False)
+
+
+def needs(size: int, color: str) -> Any:
+    """Build an env with these arguments."""
+    return CounterEnv(horizon=size)
 
 
 class Ferry(CounterEnv):
@@ -241,3 +278,29 @@ class TwoRewards(CounterEnv):
     def step(self, action: Any) -> Any:
         observation, reward, *rest = super().step(action)
         return (observation, np.array([reward, 1.0]), *rest)
+
+
+class Chancy(CounterEnv):
+    """Kills its own process in one of *every* steps, by chance, as a simulator with a race does; its files are its own.
+
+    Args:
+        every: About how many steps there are between two crashes; 0: it never crashes.
+        directory: Where it keeps a file from its construction to its close(); empty: nowhere.
+    """
+
+    def __init__(self, every: int = 100, directory: str = "", **counter: Any) -> None:
+        super().__init__(count_episodes=False, **counter)
+        self.every = every
+        self.file = Path(directory, f"{os.getpid()}-{id(self)}") if directory else None
+        if self.file is not None:
+            self.file.touch()
+
+    def step(self, action: Any) -> Any:
+        if self.every and int.from_bytes(os.urandom(4), "little") % self.every == 0:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().step(action)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.unlink()
+        super().close()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+from pathlib import Path
 
 from cli_command import ODD_ENVS, run, run_process
+from typer.testing import CliRunner
+
+from kit import Fault, FaultyEnv
+from multienv.cli import app, measuring
 
 SHORT = ("--seconds", "0.02", "--repeats", "2")
 
@@ -22,7 +29,7 @@ def test_layouts_and_those_of_gymnasium_are_measured() -> None:
         ("gymnasium", "AsyncVectorEnv(env_fns)"),
         ("gymnasium", "SyncVectorEnv(env_fns)"),
     }
-    assert told["left_out"] == {}
+    assert not any(one["died"] for one in told["contenders"])
     for one in told["contenders"]:
         assert len(one["rates"]) == 2
         assert min(one["rates"]) > 0
@@ -31,6 +38,41 @@ def test_layouts_and_those_of_gymnasium_are_measured() -> None:
     limit = told["contenders"][-1]
     assert (limit["package"], limit["share_of_limit"]) == ("limit", 1.0)
     assert 'gymnasium.make("CartPole-v1")] * 3' in told["code"]
+
+
+def test_an_env_that_crashes_by_chance_is_measured_and_batches_that_it_ends_are_shown_as_dead() -> None:
+    arguments = ("--seconds", "0.1", "--repeats", "2", "--num-envs", "3", "--env-kwargs", '{"every": 50}')
+    done = run_process("bench", f"{ODD_ENVS}:Chancy", *arguments, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    died = {one["name"]: one["died"] for one in told["contenders"] if one["package"] != "limit"}
+    assert {name for name, how in died.items() if how} == {
+        "SerialVectorEnv(env_fns)",
+        "AsyncVectorEnv(env_fns)",
+        "SyncVectorEnv(env_fns)",
+    }
+    assert died["SyncVectorEnv(env_fns)"] == "was killed by SIGSEGV"
+    assert died["AsyncVectorEnv(env_fns)"] == "EOFError"
+    assert told["recommended"].startswith("SubprocessVectorEnv(")
+    assert all(len(one["rates"]) == 2 for one in told["contenders"] if not one["died"])
+
+
+def test_the_table_fits_a_terminal_of_80_columns_and_no_file_of_an_env_is_left(tmp_path: Path) -> None:
+    arguments = ("--num-envs", "32", "--env-kwargs", json.dumps({"every": 0, "directory": str(tmp_path)}))
+    result = CliRunner().invoke(app, ["bench", f"{ODD_ENVS}:Chancy", *SHORT, *arguments], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    _, _, table = result.stdout.partition(" cores\n")
+    lines = table.partition("Recommended:")[0].splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [line.split("  ")[0] for line in lines]
+    assert {"SubprocessVectorEnv", "SubprocessVectorEnv(envs_per_worker=32)", "gymnasium's AsyncVectorEnv"} <= {*names}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_limit_of_an_env_that_crashes_by_chance_is_measured_between_two_crashes() -> None:
+    with contextlib.ExitStack() as stack:
+        step_for = measuring._build_limit(functools.partial(FaultyEnv, fault=Fault("segv", "step", at=50)), stack)
+        assert step_for(0.05) > 0
 
 
 def test_what_cannot_be_measured_is_refused_in_one_line() -> None:

@@ -74,6 +74,26 @@ def test_an_env_that_cannot_be_made() -> None:
     assert result.stderr.count("\n") == 1
 
 
+def test_what_an_env_loses_by_itself_is_told_apart_from_the_kills(reports: Path) -> None:
+    """Workers die by SIGSEGV either way."""
+    arguments = ("--kills", "30", "--num-envs", "2", "--env-kwargs", '{"every": 40}')
+    result = chaos(f"{ODD_ENVS}:Chancy", *arguments, "--step-deadline", "5", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["kills"] == 30
+    assert sum(told["causes"].values()) <= 30
+    assert sum(told["own_causes"].values()) == told["own_losses"] > 0
+    assert {*told["own_causes"]} <= {"died: was killed by SIGSEGV", "in the undisturbed run"}
+    assert told["mismatches"] == told["strayed"] == []
+
+
+def test_an_env_that_crashes_in_its_first_step_by_chance_is_tried_again(tmp_path: Path) -> None:
+    arguments = ("--kills", "1", "--num-envs", "1", "--env-kwargs", json.dumps({"directory": str(tmp_path)}))
+    result = chaos(f"{ODD_ENVS}:crashes_once", *arguments)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "once").exists()
+
+
 def test_an_env_that_is_not_deterministic_is_found_out_before_recovery_is_blamed() -> None:
     result = chaos("Chance-v0", "--kills", "20", "--num-envs", "1")
     assert result.exit_code == 2, result.output

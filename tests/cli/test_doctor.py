@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 from cli_command import ODD_ENVS, run, run_process
 from typer.testing import Result
@@ -29,6 +30,7 @@ def as_on_a_fast_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let walks end by their number of steps: on a busy machine fewer would fit into their time."""
     monkeypatch.setattr(checks, "_SECONDS", 60.0)
     monkeypatch.setattr(checks, "_ANEW_SECONDS", 60.0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,11 +309,15 @@ def test_a_memory_makes_replays_alone_no_way_back(monkeypatch: pytest.MonkeyPatc
     result, told, rows = examined(monkeypatch, name, checks.repeats, checks.begins_anew, checks.replays)
     assert rows["replays"]["verdict"] == "truncates"
     assert re.fullmatch(
-        r"a new process repeats \d+ requests exactly, in .*; but later in a run it begins at a reset, and the env "
-        r"carries memory across resets",
+        r"a new process repeats \d+ requests exactly, in .*; but from about step [1-9][0,]* of a worker on it begins at "
+        r"a reset, and the env carries memory across resets",
         rows["replays"]["meaning"],
     )
     assert (result.exit_code, told["verdict"]) == (1, "truncates")
+    result, _ = run("doctor", name)
+    assert re.search(
+        r"\nTruncates, but not early: the first [1-9][0,]* steps or so of a worker are recovered", result.stdout
+    )
 
 
 def test_an_env_that_is_too_slow_for_several_episodes_is_not_known_to_begin_anew(
@@ -430,6 +436,77 @@ def test_an_env_that_differs_now_and_then_is_not_called_recoverable(
     assert rows["replays"]["meaning"].startswith(meaning)
     assert ("Or does it not repeat itself? Run `multienv chaos`" in rows["replays"]["advice"]) == (at > 170)
     assert (result.exit_code, told["verdict"]) == (1, "truncates")
+
+
+def test_a_difference_before_the_kill_is_not_laid_to_the_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The struck env and its replay agree, and differ from the walk that they are compared with."""
+    arguments = {"directory": str(tmp_path), "first": 4}
+    result, told, rows = examined(monkeypatch, f"{ODD_ENVS}:Moody", checks.repeats, checks.replays, **arguments)
+    assert rows["repeats"]["verdict"] == "ok"
+    assert rows["replays"]["verdict"] == "note"
+    meaning = "not known: step 11 differs before the worker is killed: the env does not repeat itself"
+    assert rows["replays"]["meaning"] == meaning
+    assert (result.exit_code, told["verdict"]) == (1, "unknown")
+
+
+@pytest.mark.parametrize(
+    ("kind", "meaning"),
+    [
+        ("large", r"is not within the observation space: Box\(.*; its values of shape \(4,\) are from .* to 1e\+09"),
+        ("NaN", r"is not within the observation space: Box\(.*; its values of shape \(4,\) are partly NaN"),
+        ("dtype", r"was expecting numpy array dtype to be float32, actual type: float64: .*"),
+        ("shape", r"is not within the observation space: Box\(.*; its values of shape \(3,\) are .*"),
+    ],
+)
+def test_an_observation_that_is_not_in_its_space_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, kind: str, meaning: str
+) -> None:
+    _, _, rows = examined(monkeypatch, f"{ODD_ENVS}:Misfit", checks.compares, checks.spaces, kind=kind)
+    assert rows["spaces"]["verdict"] == "note"
+    assert re.fullmatch(f"the observation of step 4 {meaning}", rows["spaces"]["meaning"])
+    assert "spaces" not in examined(monkeypatch, f"{ODD_ENVS}:endless", checks.compares, checks.spaces)[2]
+
+
+def test_on_a_busy_machine_times_are_said_to_say_little_and_nothing_follows_from_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    monkeypatch.setattr(checks, "_LONG_START", 0.0)
+    monkeypatch.setattr(checks, "CHECKS", [checks.load, checks.builds, checks.steps, checks.replays])
+    arguments = json.dumps({"directory": str(tmp_path), "first": 2, "times": 1, "hangs": True})
+    _, told = run("doctor", f"{ODD_ENVS}:Doomed", "--json", "--step-deadline", "1", "--env-kwargs", arguments)
+    rows = {row["name"]: row for row in told["checks"]}
+    assert rows["load"]["verdict"] == "note"
+    assert rows["load"]["meaning"].startswith("this machine is busy (load 1000 on ")
+    assert told["own_faults"]["hung"] == 1
+    assert "preload" not in rows["builds"]["advice"]
+    assert "Deadlines" not in told["code"]
+    _, told = run("doctor", f"{ODD_ENVS}:long_with_thread", "--json")
+    assert "replay_limit" not in told["code"]
+
+
+def test_an_env_that_needs_arguments_is_told_how_to_give_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needing.py").write_text(
+        "import gymnasium\nfrom kit import CounterEnv\n"
+        "class Needing(CounterEnv):\n    def __init__(self, size): super().__init__(horizon=size + 1)\n"
+        "gymnasium.register('Needing-v0', entry_point=Needing)\n"
+        "def of_text(text): return CounterEnv(horizon=int(text.strip()))\n"
+    )
+    advice = """Give arguments for the env by --env-kwargs, such as --env-kwargs '{"size": 4}'."""
+    for command in ("doctor", "bench"):
+        result, _ = run(command, f"{ODD_ENVS}:needs")
+        assert result.exit_code == 2
+        assert result.stderr.endswith(f", which needs the arguments size, color. {advice}\n")
+    registered = f"{tmp_path}/needing.py:Needing-v0"
+    _, _, rows = examined(monkeypatch, registered)
+    assert "missing 1 required positional argument: 'size'" in rows["builds"]["meaning"]
+    assert rows["builds"]["advice"] == advice
+    result, _ = run("chaos", f"{tmp_path}/needing.py:of_text")
+    assert result.stderr.endswith(f" Its argument is 0, the index of the env. {advice}\n")
+    assert examined(monkeypatch, registered, size=4)[1]["verdict"] != "broken"
+    del gymnasium.registry["Needing-v0"]
 
 
 def test_a_replay_from_a_reset_is_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from cli_command import run_process
+from cli_command import ODD_ENVS, run_process
 from gymnasium.spaces import Box, Dict, Discrete, Sequence, Text, Tuple
 from typer.testing import CliRunner, Result
 
@@ -33,6 +33,7 @@ from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.reports.read import load
 from multienv.cli import app
+from multienv.cli.env_functions import named
 from multienv.errors import UsageError, WorkerLostError
 
 pytestmark = pytest.mark.usefixtures("monitor_stays")
@@ -56,7 +57,8 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay]:
     def run(*arguments: str | Path, path: Path | None = None) -> Result:
         if path is not None:
             os.chdir(path)
-        return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+        here = [] if not arguments or str(arguments[0]).startswith("--") else ["--here"]
+        return CliRunner().invoke(app, ["replay", *map(str, arguments), *here])
 
     yield run
     for name in set(sys.modules) - modules:
@@ -126,6 +128,7 @@ def test_what_hung_is_ended_with_its_stack() -> None:
     assert result.returncode == 1
     assert result.stdout.endswith(
         "\nIf it hangs again, its stack is printed after 1.4 s, or at once by Ctrl-C. Then this command ends.\n"
+        "The fault happened again: the process hung.\n"
     )
     assert "Timeout" in result.stderr
     assert "faults.py" in result.stderr
@@ -153,7 +156,7 @@ def test_ctrl_c_ends_a_hang_in_c_code_with_its_stack(moment: Any, tmp_path: Path
         assert becomes_true(hangs.exists, 40.0)
         process.send_signal(signal.SIGINT)
         told, errors = process.communicate(timeout=20.0)
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == 130
     assert "If it hangs again, its stack is printed after 33 min, or at once by Ctrl-C." in told
     assert "faults.py" in errors
 
@@ -173,7 +176,7 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "('counted', 3, 3)" in result.stdout
     assert re.search(
-        r"^Running the \d+ requests that came before\. If this process ends or hangs here, a fault has struck by chance: run it again\.$",
+        r"^Running the \d+ requests that came before\. If one hangs, that is chance: interrupt this, and run it again\.$",
         result.stdout,
         re.MULTILINE,
     )
@@ -182,6 +185,37 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
     assert "Now the fatal request: step(3), after 3 steps of its episode, last seed 4" in result.stdout
     assert "Segmentation fault" in result.stderr
     assert "in string_at" in result.stderr
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_fault_that_strikes_by_chance_on_the_way_is_told_in_one_line_and_the_replay_tried_again(
+    tmp_path: Path, times: int
+) -> None:
+    """The env aborts in step 51 of its replays, so often."""
+    env_fn = named(f"{ODD_ENVS}:Doomed", directory=str(tmp_path), first=2, times=times).env_fn
+    with SubprocessEnv(env_fn, restart=RAISE) as env:
+        env.reset(seed=7)
+        for _ in range(60):
+            if env.step(1)[2]:
+                env.reset()
+        kill_worker(env)
+        with pytest.raises(WorkerLostError) as caught:
+            env.step(1)
+    result = run_process("replay", caught.value.report)
+    lines = [line for line in result.stdout.splitlines() if "by chance" in line]
+    struck = "A fault struck by chance, before the fatal request: the process was killed by SIGABRT (try {} of 5)."
+    assert lines == [struck.format(number + 1) for number in range(1 if times == 1 else 5)]
+    assert result.stderr == ""  # no stack
+    if times == 1:
+        assert result.returncode == 0
+        assert re.search(r"All \d+ answers match the recorded ones\.\nNow the fatal request: step", result.stdout)
+        return
+    assert result.returncode == 3
+    assert result.stdout.endswith("Give --env with a calm version of the env: one without this fault.\n")
+    calm = json.dumps({"directory": str(tmp_path), "first": 1000})
+    result = run_process("replay", caught.value.report, "--env", f"{ODD_ENVS}:Doomed", "--env-kwargs", calm)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "The fault did not happen again: the request returned." in result.stdout
 
 
 # --- it does not ----------------------------------------------------------------------------------
@@ -372,7 +406,7 @@ def test_what_is_broken_or_foreign_is_said_to_be_so(cartpole_report: Path, tmp_p
         damage(copy)
         with pytest.raises(UsageError, match=re.escape(str(copy.with_suffix("")))):
             load(copy)
-    assert "no json.json is not there. Only the newest 100 reports of a directory are kept: give each run its own" in (
+    assert "no json.json is not there. The newest 100 reports of each trainer are kept, for 14 days, and at most" in (
         replay(tmp_path / "no json.json").stderr
     )
     result = replay(tmp_path / "foreign.json")
@@ -492,5 +526,7 @@ def test_steps_of_some_envs_of_a_batch_are_replayed(reports: Path) -> None:
     loss = json.loads(path.read_text())["loss"]
     assert (loss["env_index"], loss["signal"], loss["step"]) == (1, "SIGSEGV", 1)
     result = run_process("replay", str(path))
-    assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
+    assert result.returncode == 1, result.stdout + result.stderr
     assert "All 5 answers match the recorded ones." in result.stdout
+    assert result.stdout.endswith("The fault happened again: the process was killed by SIGSEGV.\n")
+    assert "in string_at" in result.stderr

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,29 +123,45 @@ def test_an_empty_string_switches_them_off(reports: Path, monkeypatch: pytest.Mo
     assert not all_in(reports)
 
 
-def test_the_newest_hundred_are_kept_and_nothing_else_is_touched(reports: Path) -> None:
-    for number in range(120):
-        for suffix in ("json", "pickle"):
-            (reports / f"20200101-000000-{number:06}-1-1-env0.{suffix}").write_bytes(b"x")
+TODAY = f"{datetime.now(timezone.utc):%Y%m%d}"
+
+
+def test_the_newest_hundred_of_each_trainer_are_kept_and_nothing_else_is_touched(reports: Path) -> None:
+    """Those of another trainer do not push out those of this one."""
+    own = os.getpid()
+    for trainer in (own, own + 1):
+        for number in range(120):
+            for suffix in ("json", "pickle"):
+                (reports / f"{TODAY}-000000-{number:06}-{trainer}-1-env0.{suffix}").write_bytes(b"x")
     others = [reports / name for name in ("notes.txt", "20200101.json", "20200101-000000-000000-1-1.txt")]
     for other in others:
         other.write_text("mine")
     path = Path(lose_one().report)
-    kept = sorted(file.name for file in reports.glob("*-*-*-*-*.json"))
-    assert len(kept) == 100
-    assert kept[-1] == path.name
-    assert kept[0] == "20200101-000000-000021-1-1-env0.json"
-    assert len(list(reports.glob("*.pickle"))) == 100
+    for trainer, first in ((own, 21), (own + 1, 20)):
+        kept = sorted(file.name for file in reports.glob(f"*-*-*-{trainer}-*.json"))
+        assert len(kept) == 100
+        assert kept[0] == f"{TODAY}-000000-{first:06}-{trainer}-1-env0.json"
+        assert (kept[-1] == path.name) == (trainer == own)
+    assert len(list(reports.glob("*.pickle"))) == 200
     assert all(other.read_text() == "mine" for other in others)
 
 
 def test_the_oldest_are_dropped_until_all_take_a_quarter_of_a_gibibyte(reports: Path) -> None:
     for number in range(10):
-        with (reports / f"20200101-000000-{number:06}-1-1-env0.pickle").open("wb") as file:
+        with (reports / f"{TODAY}-000000-{number:06}-1-1-env0.pickle").open("wb") as file:
             file.truncate(32 * 2**20)  # without taking place on the disk
     lose_one()
-    kept = sorted(file.name for file in reports.glob("2020*"))
-    assert kept == [f"20200101-000000-{number:06}-1-1-env0.pickle" for number in range(3, 10)]
+    kept = sorted(file.name for file in reports.glob("*-1-1-env0.pickle"))
+    assert kept == [f"{TODAY}-000000-{number:06}-1-1-env0.pickle" for number in range(3, 10)]
+
+
+def test_reports_older_than_two_weeks_are_dropped(reports: Path) -> None:
+    now = datetime.now(timezone.utc)
+    days = [f"{now - timedelta(days=age):%Y%m%d-%H%M%S}-000000-1-1.json" for age in (13, 15)]
+    for name in days:
+        (reports / name).write_text("{}")
+    own = Path(lose_one().report).name
+    assert sorted(path.name for path in reports.glob("*.json")) == [days[0], own]
 
 
 def test_a_journal_that_is_too_large_for_a_report_leaves_the_document_alone(reports: Path) -> None:

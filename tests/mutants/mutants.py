@@ -43,6 +43,9 @@ RECYCLING = ("tests/contract/test_recycling.py",)
 CENSUS = ("tests/unit/test_worker_census.py",)
 ASKED = ("tests/unit/test_worker_asked.py",)
 OUTSIDE = ("tests/invariants/test_3_the_world_outside.py",)
+DOCTOR = ("tests/cli/test_doctor.py",)
+BENCH = ("tests/cli/test_bench.py",)
+CONFORMANCE = ("tests/unit/test_testing_conformance.py",)
 MAIN_SCRIPT = ("tests/contract/test_main_script.py",)
 SCRIPTS = ("tests/contract/test_scripts_that_async_vector_env_runs.py",)
 PRELOAD = ("tests/contract/test_preload.py",)
@@ -1753,5 +1756,102 @@ MUTANTS = [
         "stand_in(script)",
         "",
         MAIN_SCRIPT,
+    ),
+    # --- advisors: envs that crash by chance ---------------------------------------------------------
+    Mutant(
+        "Every loss counts as one that the env itself has caused, also those by a signal.",
+        9,
+        "recovery_check:_unstruck",
+        "loss.pid not in struck",
+        "True",
+        CONFORMANCE,
+    ),
+    Mutant(
+        "A crash of an undisturbed env ends the comparison.",
+        3,
+        "side_by_side:UNDISTURBED",
+        "RestartPolicy(max_restarts=MANY_RESTARTS)",
+        'RestartPolicy(on_crash="raise")',
+        CONFORMANCE,
+    ),
+    Mutant(
+        "An env that crashes once while it is tried does not work.",
+        9,
+        "options:working_env",
+        "range(_TRIES)",
+        "range(1)",
+        ("tests/cli/test_chaos.py",),
+    ),
+    Mutant(
+        "A batch that has died takes further turns.",
+        9,
+        "measuring:Contender.take_turn",
+        "not self.died",
+        "True",
+        BENCH,
+    ),
+    Mutant(
+        "The limit of an env that crashes by chance is tried for the same time again and again.",
+        9,
+        "measuring:_build_limit",
+        "part = max(part / 4, _LEAST_PART)",
+        "",
+        BENCH,
+    ),
+    Mutant(
+        "Envs of gymnasium's batches are not closed.",
+        7,
+        "measuring:BatchInWorker.close",
+        "self._batch.close()",
+        "",
+        BENCH,
+    ),
+    Mutant(
+        "A difference before the kill is laid to the replay.",
+        3,
+        "checks:strike",
+        "early and ours.outcome in went_on",
+        "False",
+        DOCTOR,
+    ),
+    Mutant(
+        "A busy machine is measured like another one.",
+        9,
+        "checks:load",
+        "average > count",
+        "False",
+        DOCTOR,
+    ),
+    Mutant(
+        "Observations are not compared with their space.",
+        9,
+        "watching:ObservedEnv._look",
+        "known.misfit or misfit(returned[0], self.observation_space, method)",
+        '""',
+        DOCTOR,
+    ),
+    Mutant(
+        "A replay that a fault ends on its way is not tried again.",
+        9,
+        "cli.replay:_run_elsewhere",
+        "range(1, _TRIES + 1)",
+        "range(1, 2)",
+        ("tests/cli/test_replay.py",),
+    ),
+    Mutant(
+        "The reports of a trainer push out those of another one.",
+        9,
+        "store:prune",
+        'trainer = name.split("-")[3]',
+        'trainer = ""',
+        ("tests/faults/test_reports.py",),
+    ),
+    Mutant(
+        "Reports are kept for ever.",
+        9,
+        "store:prune",
+        "kept[trainer] > KEPT or total > KEPT_BYTES or name < oldest",
+        "kept[trainer] > KEPT or total > KEPT_BYTES",
+        ("tests/faults/test_reports.py",),
     ),
 ]

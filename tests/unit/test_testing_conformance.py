@@ -90,6 +90,22 @@ def test_an_env_that_crashes_by_itself_is_told_and_does_not_take_this_process_wi
     assert len(check.truncated) == 2
 
 
+def test_a_crash_of_the_env_itself_is_recovered_and_counted_apart_from_the_kills(tmp_path):
+    for number, kills in enumerate((0, 3)):
+        crashes = partial(FaultyEnv, fault=Fault("segv", "step", at=4, once=tmp_path / str(number)))
+        check = check_env_recovers(crashes, steps=20, kills=kills, seed=1)
+        assert (check.kills, check.losses, check.own_losses) == (kills, kills + 1, 1)
+        check.raise_if_inexact()
+
+
+def test_a_crash_of_an_undisturbed_env_ends_no_comparison(tmp_path):
+    """The env in AlwaysAsked is another one, so that only its twin crashes."""
+    crashes = partial(FaultyEnv, fault=Fault("segv", "step", at=4, once=tmp_path / "once"))
+    check = check_env_recovers(crashes, steps=20, kills=2, seed=1, make_env=AlwaysAsked)
+    assert (check.losses, check.own_losses, check.steps, check.truncated) == (2, 1, 20, ())
+    check.raise_if_inexact()
+
+
 def test_envs_killed_at_any_moment_until_the_last_kill():
     check = check_env_recovers(CounterEnv, num_envs=2, kills=3, interval=(0.0, 0.02), manners=("SIGKILL", "SIGSEGV"))
     assert check.kills == 3

@@ -186,9 +186,10 @@ class WorkerOptions(TypedDict, total=False):
             waits for its turn goes on counting against ``Deadlines.recovery``.
         hooks: Functions that are called with each :class:`~multienv.Loss`, :class:`~multienv.Recovery`
             and :class:`~multienv.Recycled`.
-        reports: Directory for crash reports, one for each loss, for ``multienv replay``; the newest 100 are kept.
-            ``None``: ``$MULTIENV_REPORTS``, else ``multienv/reports`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. An empty
-            string, here or in the variable: no reports. With reports, a journal is kept under every RestartPolicy.
+        reports: Directory for crash reports, one for each loss, for ``multienv replay``; the newest 100 of a trainer
+            are kept. ``None``: ``$MULTIENV_REPORTS``, else ``multienv/reports`` in ``$XDG_CACHE_HOME`` or
+            ``~/.cache``. An empty string, here or in the variable: no reports. With reports, a journal is kept under
+            every RestartPolicy.
     """
 
     restart: RestartPolicy

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multienv._engine.reports.crash import FORMAT, VERSION, Report
-from multienv._engine.reports.store import KEPT, VARIABLE
+from multienv._engine.reports.store import KEPT, KEPT_BYTES, KEPT_DAYS, VARIABLE
 from multienv.errors import UsageError
 
 
@@ -81,8 +81,8 @@ def _read(path: Path, *, must_be_own: bool) -> bytes:
             data = file.read()
     except FileNotFoundError as error:
         raise UsageError(
-            f"{path} is not there. Only the newest {KEPT} reports of a directory are kept: give each run its "
-            f"own directory, by the option reports or {VARIABLE}."
+            f"{path} is not there. The newest {KEPT} reports of each trainer are kept, for {KEPT_DAYS} days, and at "
+            f"most {KEPT_BYTES >> 20} MiB of a directory: give a run its own directory, by reports or {VARIABLE}."
         ) from error
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error

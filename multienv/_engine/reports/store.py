@@ -9,8 +9,9 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from typing import Any
 logger = logging.getLogger("multienv")
 
 VARIABLE = "MULTIENV_REPORTS"
+# Reports of each trainer that are kept, bytes of those of all trainers, and for how many days.
 KEPT = 100
 KEPT_BYTES = 256 * 2**20
+KEPT_DAYS = 14
 # No report is larger than this.
 REPORT_BYTES = 32 * 2**20
 # A report of an exact recovery is written a moment after it: the other workers' recoveries are more urgent.
@@ -28,6 +31,7 @@ DELAY = 0.02
 PATIENCE = 5.0
 # Journals that wait to be written take no more memory than this.
 WAITING_BYTES = 64 * 2**20
+_TIME = "%Y%m%d-%H%M%S-%f"
 _NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|pickle|part)")
 
 Compose = Callable[[], tuple[Any, bytes]]
@@ -58,7 +62,7 @@ def _default_directory() -> Path | None:
 
 def new_path(directory: Path, index: int | None) -> Path:
     """Return the path of the next report; names sort by time."""
-    now = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
+    now = f"{datetime.now(timezone.utc):{_TIME}}"
     env = "" if index is None else f"-env{index}"
     return directory / f"{now}-{os.getpid()}-{next(_numbers)}{env}.json"
 
@@ -76,7 +80,7 @@ def listed(directory: Path | None, pid: int | None = None) -> list[Path]:
 
 def time_of(path: Path) -> float:
     """Return when a report was opened, as its name says: seconds since 1970."""
-    return datetime.strptime(f"{path.name[:22]}+0000", "%Y%m%d-%H%M%S-%f%z").timestamp()
+    return datetime.strptime(f"{path.name[:22]}+0000", f"{_TIME}%z").timestamp()
 
 
 def _private(path: str, flags: int) -> int:
@@ -107,19 +111,23 @@ def write(path: Path, document: Any, pickled: bytes) -> None:
 
 
 def prune(directory: Path) -> None:
-    """Remove all but the newest reports, :data:`KEPT` and :data:`KEPT_BYTES` at most; spare all other files."""
-    reports: dict[str, list[Path]] = {}
-    for name in os.listdir(directory):
-        named = _NAME.fullmatch(name)
-        if named is not None:
-            reports.setdefault(named[1], []).append(directory / name)
-    total = 0
-    for kept, name in enumerate(sorted(reports, reverse=True)):
+    """Remove reports that are too old, or too many of one trainer, or too large together; spare all other files."""
+    reports: dict[str, list[os.DirEntry[str]]] = {}
+    with os.scandir(directory) as files:
+        for file in files:
+            named = _NAME.fullmatch(file.name)
+            if named is not None:
+                reports.setdefault(named[1], []).append(file)
+    total, kept = 0, Counter[str]()
+    oldest = f"{datetime.now(timezone.utc) - timedelta(days=KEPT_DAYS):{_TIME}}"
+    for name in sorted(reports, reverse=True):
+        trainer = name.split("-")[3]
+        kept[trainer] += 1
         with contextlib.suppress(FileNotFoundError):  # another trainer prunes too
-            total += sum(path.stat().st_size for path in reports[name])
-            if kept >= KEPT or total > KEPT_BYTES:
-                for path in reports[name]:
-                    path.unlink()
+            total += sum(file.stat().st_size for file in reports[name])
+            if kept[trainer] > KEPT or total > KEPT_BYTES or name < oldest:
+                for file in reports[name]:
+                    Path(file).unlink()
 
 
 class Writing(threading.Thread):
