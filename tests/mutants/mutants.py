@@ -1438,7 +1438,7 @@ MUTANTS = [
         "A pickled observation without a part of its space is told of by gymnasium, in the trainer.",
         9,
         "cells:Cast._keep",
-        "check_members(self._space, observation)",
+        "self._look(slot, observation)",
         "",
         ("tests/contract/test_misshapen_observations.py",),
     ),
