@@ -1546,6 +1546,14 @@ MUTANTS = [
         RECYCLING,
     ),
     Mutant(
+        "An env_fn that has raised for all of a recovery is called for as long again by the next reset.",
+        5,
+        "recoverer:Recoverer.restart",
+        "left < 2 * _LEAST_PAUSE or self._was_given_up",
+        "left < 2 * _LEAST_PAUSE",
+        ("tests/contract/test_building.py",),
+    ),
+    Mutant(
         "A constructor that waits for what the old env holds has all of Deadlines.start, by plan.",
         5,
         "recoverer:Recoverer.start_deadline",
