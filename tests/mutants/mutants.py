@@ -1462,8 +1462,8 @@ MUTANTS = [
         "make_vec gives its own options to the env.",
         9,
         "make_vec:make_vec",
-        "options & make_kwargs.keys()",
-        "()",
+        "name in options",
+        "False",
         ("tests/contract/test_vector_wrappers.py",),
     ),
     Mutant(
