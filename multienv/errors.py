@@ -316,8 +316,8 @@ class EnvsFailedError(MultienvError):
         for indices in list(alike.values())[:_MOST_TOLD]:
             error = failures[indices[0]]
             envs = f"env{'' if len(indices) == 1 else 's'} {listed(indices)}"
-            others = "" if len({str(failures[index]) for index in indices}) == 1 else ", all as the first"
-            lines.append(f"  {envs}{others}: {type(error).__name__}: {error}")
+            same = "" if len({str(failures[index]) for index in indices}) == 1 else ", all as the first"
+            lines.append(f"  {envs}{same}: {type(error).__name__}: {error}")
         if len(alike) > _MOST_TOLD:
             lines.append(f"  and {len(alike) - _MOST_TOLD} other errors: `failures` has all.")
         message = "\n".join(lines)

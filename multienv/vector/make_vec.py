@@ -79,7 +79,7 @@ def make_vec(
     """
     vectorization = _word(make_kwargs.pop("vectorization_mode", None) or vectorization)
     options = _options()
-    named = {name: make_kwargs.pop(name) for name in options & make_kwargs.keys()}
+    named = {name: make_kwargs.pop(name) for name in list(make_kwargs) if name in options}
     if callable(id):
         spec, kwargs, make = None, dict(make_kwargs), id
     elif isinstance(id, str | EnvSpec):

@@ -177,6 +177,16 @@ class Port(MemoryEnv):
         self.socket.close()
 
 
+class LikeDict:
+    """Has items, and nothing else."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items[key]
+
+
 class LockedEnv(CounterEnv):
     """Waits in its constructor, as long as it takes, for a lock that it holds while it lives."""
 
@@ -509,6 +519,7 @@ class NestedEnv(gymnasium.Env[Any, Any]):
             "inner no key": {**whole, "in": {}},
             "inner array": {**whole, "in": np.zeros(3)},
             "inner one more": {**whole, "in": {"pair": pair, "y": 1}},
+            "no dict": LikeDict(whole),
             "short": {**whole, "in": {"pair": pair[:1]}},
             "long": {**whole, "in": {"pair": (*pair, 1)}},
             "no tuple": {**whole, "in": {"pair": 3}},

@@ -263,6 +263,25 @@ def test_those_that_wait_for_their_turn_are_let_go_of_when_one_hangs(tmp_path):
     assert list(caught.value.failures) == [0]
 
 
+def test_env_fn_that_raised_for_all_of_the_recovery_is_called_once_by_the_next_reset(tmp_path):
+    built = tmp_path / "built"
+    env_fn = FailsNthTime(counter=str(built), nth=range(2, 1000))
+    options = {"restart": RestartPolicy(snapshots=False, backoff=0.0), "deadlines": Deadlines(recovery=4.0)}
+    with SubprocessEnv(env_fn, **options) as env:  # type: ignore[arg-type]
+        env.reset(seed=0)
+        kill_worker(env)
+        assert env.step(0)[3]
+        for _ in range(2):
+            calls, began = built.stat().st_size, time.monotonic()
+            with pytest.raises(EnvError):
+                env.reset(seed=0)
+            assert time.monotonic() - began < 3.5
+            assert built.stat().st_size == calls + 1
+        built.write_bytes(bytes(1000))
+        env.reset(seed=0)
+        assert env.step(1)[0][0] == 1
+
+
 def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause(tmp_path):
     built = tmp_path / "built"
     env_fn = FailsNthTime(counter=str(built), nth=range(2, 1000))

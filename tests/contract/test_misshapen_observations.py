@@ -38,6 +38,12 @@ def test_observation_without_a_member_of_its_space_is_told_in_one_sentence(face:
             envs.reset(seed=0)
 
 
+def test_observation_that_only_acts_as_a_dict_is_taken() -> None:
+    """As gymnasium takes it: it need not even have a length."""
+    with SerialVectorEnv([NestedEnv]) as envs:
+        assert set(envs.reset(options={"as": "no dict"})[0]) == {"state", "in"}
+
+
 @pytest.mark.parametrize("text", [False, True], ids=["rows", "pickled"])
 def test_members_that_the_space_does_not_have_are_dropped_with_one_warning(text: bool) -> None:
     with SerialVectorEnv([partial(NestedEnv, text=text)]) as envs, warnings.catch_warnings(record=True) as caught:

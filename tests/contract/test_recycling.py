@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import time
 from collections import Counter
@@ -267,3 +268,30 @@ def test_envs_that_are_recycled_and_not_closed_end_with_the_last_reference_to_th
         assert becomes_true(lambda: not is_alive(pid))
     finally:
         gc.enable()
+
+
+def test_calls_that_end_the_process_of_new_envs_are_left_out_of_a_replacement_by_plan_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new process for each episode; poking an env ends every process but the first."""
+    policy = RestartPolicy(recycle_after_episodes=1, snapshots=False, backoff=0.0)
+    with SubprocessEnv(partial(PokedOnce, tmp_path / "built", horizon=2), env_index=0, restart=policy) as env:
+        for _ in range(2):
+            env.reset(seed=1)
+            env.step(1)
+            if not caplog.records:
+                env.call("poke", 0.5)
+            env.step(1)
+    assert "what was called and set is left out: repeating it has ended a process" in caplog.text
+
+
+class PokedOnce(CounterEnv):
+    def __init__(self, marker: Path, **counter: Any) -> None:
+        super().__init__(**counter)
+        self.is_first = not marker.exists()
+        marker.touch()
+
+    def poke(self, amount: float) -> Any:
+        if not self.is_first:
+            os._exit(3)
+        return super().poke(amount)

@@ -204,6 +204,7 @@ class Recoverer:
         self._numbers = count(-1, -1)
         self._current: Channel | None = None  # being started; the worker does not own it yet
         self._closed = False
+        self._was_given_up = False  # env_fn has raised until the time for it was over
 
     # --- requests of our own ------------------------------------------------------------------------
 
@@ -501,6 +502,8 @@ class Recoverer:
             late = until is not None and time.monotonic() >= until
             outside = gone.fate.code in (None, -9) and gone.cause != "hung"
             copy = self.copy_of(channel, gone.fate.snapshot) if isinstance(source, NewestSnapshot) else None
+            if isinstance(source, NewEnvs) and not outside:
+                self._say(progress, "what was called and set is left out: repeating it has ended a process")
             return channel, Died(gone.replaying, outside, gone.cause == "hung", late, copy)
         except RequestFailedError as failed:
             return channel, Failed(f"the replay raised {failed.failure.type_name}: {failed}")
@@ -585,7 +588,8 @@ class Recoverer:
         """Launch a process, wait until its envs are built and return its channel; if it dies before, try again.
 
         If ``env_fn`` raises, too: its source may be half saved, a package half installed, a port not free yet. The
-        pauses grow. Each time it first waits until no more other workers build than may. ``lost``: see :meth:`launch`.
+        pauses grow. Once that was in vain, each later call of the caller's tries once. Each time it first waits until
+        no more other workers build than may. ``lost``: see :meth:`launch`.
 
         Raises:
             RequestFailedError: ``env_fn`` raised until the time was over.
@@ -598,15 +602,22 @@ class Recoverer:
         while True:
             tries += 1
             try:
-                return self._restart_in_turn(build, progress, lost)
+                channel = self._restart_in_turn(build, progress, lost)
             except RequestFailedError as error:
                 failed = error.with_traceback(None)  # its frames would keep a segment mapped
             except Unrecoverable:
                 if failed is None or self._closed:
                     raise
+                self._was_given_up = True
                 raise failed from None  # it says more than that the time is over
+            else:
+                self._was_given_up = False
+                return channel
             left = until - time.monotonic()
-            if left < 2 * _LEAST_PAUSE or (progress.is_optional and tries >= self._policy.poison_after):
+            if progress.is_optional and tries >= self._policy.poison_after:
+                raise failed
+            if left < 2 * _LEAST_PAUSE or self._was_given_up:
+                self._was_given_up = True
                 raise failed
             sometimes("a build that raises is tried again")
             pause = min(LONGEST_BACKOFF, max(_LEAST_PAUSE, self._policy.backoff) * 2.0 ** min(tries - 1, 60), left / 2)

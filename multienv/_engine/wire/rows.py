@@ -107,7 +107,12 @@ def row_of(space: Any, leaves: Iterable[Array], row: int) -> Any:
 
 
 def row_writer(tree: Any, name: str = "An observation") -> WriteRow:
-    """Return the function that writes one observation into its row of nested arrays; ``name`` is for messages."""
+    """Return the function that writes one observation into its row of nested arrays.
+
+    Args:
+        tree: The arrays; ``None`` in place of one: nothing is written there, only the parts above it are looked at.
+        name: Of the observation, or of the part of it, for messages.
+    """
     if isinstance(tree, dict):
         by_key = {key: row_writer(member, f"{name}[{key!r}]") for key, member in tree.items()}
 
@@ -118,7 +123,7 @@ def row_writer(tree: Any, name: str = "An observation") -> WriteRow:
                 except _NO_MEMBER:
                     raise _other_members(name, value, by_key) from None
                 write(row, item)
-            if len(value) != len(by_key):
+            if isinstance(value, dict) and len(value) != len(by_key):
                 _warn_of_more(name, value, by_key)
 
         return write_dict
@@ -130,23 +135,7 @@ def row_writer(tree: Any, name: str = "An observation") -> WriteRow:
                 write(row, item)
 
         return write_tuple
-    return _array_row_writer(tree, name)
-
-
-def check_members(space: Any, value: Any, name: str = "An observation") -> None:
-    """Raise ValueError unless an observation of a space without rows has all members of nested Dicts and Tuples."""
-    if type(space) is spaces.Dict:
-        for key, member in space.spaces.items():
-            try:
-                item = value[key]
-            except _NO_MEMBER:
-                raise _other_members(name, value, space.spaces) from None
-            check_members(member, item, f"{name}[{key!r}]")
-        if len(value) != len(space.spaces):
-            _warn_of_more(name, value, space.spaces)
-    elif type(space) is spaces.Tuple:
-        for index, (member, item) in enumerate(zip(space.spaces, _items(name, value, len(space.spaces)), strict=True)):
-            check_members(member, item, f"{name}[{index}]")
+    return (lambda row, value: None) if tree is None else _array_row_writer(tree, name)
 
 
 def _other_members(name: str, value: Any, wanted: Collection[Any]) -> ValueError:
@@ -165,11 +154,10 @@ def _items(name: str, value: Any, wanted: int) -> Sequence[Any]:
     return found
 
 
-def _warn_of_more(name: str, value: Any, wanted: Collection[Any]) -> None:
+def _warn_of_more(name: str, value: Mapping[Any, Any], wanted: Collection[Any]) -> None:
     """Warn, once in each process, of members that the space does not have: they are dropped, as gymnasium does."""
-    if isinstance(value, Mapping):
-        more = _named([key for key in value if key not in wanted])
-        warnings.warn(f"{name} has {more}, which the env's observation space lacks: dropped. {_FIX}", stacklevel=2)
+    more = _named([key for key in value if key not in wanted])
+    warnings.warn(f"{name} has {more}, which the env's observation space lacks: dropped. {_FIX}", stacklevel=2)
 
 
 def _named(keys: Collection[Any]) -> str:

@@ -7,6 +7,7 @@ quickest; if that raises TypeError or ValueError, or an episode ends, it calls `
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from multienv._engine.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_
 from multienv._engine.wire.digests import evidence_of
 from multienv._engine.wire.infos import NUMBERS
 from multienv._engine.wire.layout import Layout, layout_of
-from multienv._engine.wire.rows import Cell, cells, check_members, copy_into, has_rows, leaf_arrays, nested, row_writer
+from multienv._engine.wire.rows import Cell, cells, copy_into, has_rows, leaf_arrays, nested, row_writer
 from multienv._engine.worker.failures import pickled, wrong_info, wrong_reward
 
 # Characters of the types of numpy whose items a memoryview can be assigned.
@@ -46,7 +47,7 @@ class Cast:
 
     def __init__(self, space: Any, bank: Bank) -> None:
         slots = bank.layout.slots
-        self._bank, self._space = bank, space
+        self._bank = bank
         self.show: Callable[[int, Any], None]
         self.whole: Any = None
         self.key: Any = _WHOLE
@@ -55,6 +56,7 @@ class Cast:
         self.leaves: list[Any] = []
         if not has_rows(space):
             self.pickled_rows = [None] * slots
+            self._look = row_writer(nested(space, repeat(None)))
             self.show = self._keep
             self.cells: list[Any] = [Cell(self._keep, slot) for slot in range(slots)]
             return
@@ -76,7 +78,7 @@ class Cast:
 
     def _keep(self, slot: int, observation: Any) -> None:
         assert self.pickled_rows is not None
-        check_members(self._space, observation)
+        self._look(slot, observation)
         self.pickled_rows[slot] = pickled("step", observation)
         self.evidence[slot] = evidence_of(observation)
 
