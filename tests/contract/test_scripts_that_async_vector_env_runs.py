@@ -73,7 +73,14 @@ def test_script_without_file_and_guard_runs(name: str, folder: Path) -> None:
     assert shown == expected
 
 
-SOME_BY_NAME = ("locks, queues and threads", "classes of two worlds", "registered class that cannot travel")
+# Each shows something else; the others are more kinds of what cannot travel.
+SOME_BY_NAME = (
+    "classes of two worlds",
+    "lambda that uses a lock, and what is defined below the guard",
+    "registered class that cannot travel",
+    "type hints of what does not travel",
+    "class made with arguments",
+)
 
 
 @pytest.mark.parametrize(
