@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from multienv._engine.native import native
 HERE = str(Path(__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH", "")]))
 
+# Where this is set, each of the hundreds of interpreters that tests launch compiles the package: two fifths of its time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A shell has SIGINT ignored in what it runs in the background, and so have many CI systems. Then Python sets no handler,
 # neither here nor in the trainers that tests launch. Those get it as it is by default, because this is a handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +31,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_report_header() -> str:
     """Say which of the two runs: everything is tested with the native extension and without it."""
     return "native extension: " + ("not used" if native is None else native.__file__)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one more than there are cores, because many tests wait; at most 8, because they launch processes, too."""
+    return min(8, 1 + len(os.sched_getaffinity(0)))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -207,7 +207,11 @@ def test_an_env_whose_workers_are_lost_again_and_again_ends_its_checks_and_not_t
     assert not any("np_random" in row["advice"] for row in told["checks"])
 
 
-@pytest.mark.parametrize(("first", "times"), [(3, 1), (4, 2)], ids=["in the check compares", "in the check forks"])
+@pytest.mark.parametrize(
+    ("first", "times"),
+    [(3, 1), pytest.param(4, 2, marks=pytest.mark.ci)],
+    ids=["in the check compares", "in the check forks"],
+)
 @pytest.mark.usefixtures("in_short")
 def test_a_check_that_the_env_itself_spoils_by_chance_is_tried_once_more(
     tmp_path: Path, first: int, times: int
@@ -285,8 +289,10 @@ def test_an_env_that_crashes_in_the_same_step_each_time_is_not_called_recoverabl
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("BipedalWalker-v3", {}), (f"{ODD_ENVS}:Remembering", {"shows_after": 200})],
-    ids=["BipedalWalker", "shown late"],
+    [
+        pytest.param("BipedalWalker-v3", {}, id="BipedalWalker", marks=pytest.mark.ci),
+        pytest.param(f"{ODD_ENVS}:Remembering", {"shows_after": 200}, id="shown late"),
+    ],
 )
 def test_an_env_that_carries_memory_across_resets_is_told_of(
     monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any]

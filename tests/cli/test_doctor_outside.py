@@ -44,8 +44,15 @@ def test_a_data_set_is_put_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     [
         ("TransactionEnv", "after", "database", "what was written stays", "files"),
         ("StateFileEnv", "in a reset", "open('{path}')", "what was written stays", "files"),
-        ("HoldsLockEnv", "after 16 steps", "lock", "while it is held", "locks"),
-        ("TimerEnv", "after its construction", "a timer of timer_create(2)", "would not have it", "timers"),
+        pytest.param("HoldsLockEnv", "after 16 steps", "lock", "while it is held", "locks", marks=pytest.mark.ci),
+        pytest.param(
+            "TimerEnv",
+            "after its construction",
+            "a timer of timer_create(2)",
+            "would not have it",
+            "timers",
+            marks=pytest.mark.ci,
+        ),
     ],
 )
 def test_what_forbids_snapshots_is_named_with_what_follows(

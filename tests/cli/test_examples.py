@@ -84,6 +84,7 @@ sys.exit(actor_critic.main(["--chaos", "8", "--verify"]))
 """
 
 
+@pytest.mark.ci
 def test_the_actor_critic_solves_a_task_with_a_full_bar_the_same_time_in_bar_and_text_and_a_whole_legend(tmp_path):
     told = run(tmp_path, "-c", f"import sys; sys.path.append({str(ROOT / 'examples')!r})\n{SOLVED_EARLY}")
     bar = re.search(r"chaos +(━+) return .* recovered +([\d.]+ s)", told)

@@ -77,7 +77,7 @@ for context in ("forkserver", "spawn"):
 """
 
 
-@pytest.mark.parametrize("how", ["file", "stdin"])
+@pytest.mark.parametrize("how", [pytest.param("file", marks=pytest.mark.ci), "stdin"])
 def test_entry_point_in_the_main_script_is_found_without_running_it_again(how: str, tmp_path: Path) -> None:
     lines = succeeds(ENTRY_POINT, tmp_path, how)
     assert len(lines) == 2  # no "running as" of a worker
@@ -109,7 +109,7 @@ IMPORTS = f"""
 """
 
 
-@pytest.mark.parametrize("how", ["file", "module"])
+@pytest.mark.parametrize("how", ["file", pytest.param("module", marks=pytest.mark.ci)])
 def test_class_that_did_not_travel_is_found_by_importing_the_script_once_in_a_process(how: str, tmp_path: Path) -> None:
     once = ["running as __mp_main__", "True", "True"]
     # The replacement repeats the recorded calls, and so the import, before it is asked.
@@ -168,7 +168,9 @@ with SubprocessEnv(PoolEnv) as env:
     assert "PicklingError: Can't pickle <function double" in done.stderr
 
 
-@pytest.mark.parametrize("made", ["SubprocessEnv(Env)", "SubprocessVectorEnv([Env] * 2)"])
+@pytest.mark.parametrize(
+    "made", [pytest.param("SubprocessEnv(Env)", marks=pytest.mark.ci), "SubprocessVectorEnv([Env] * 2)"]
+)
 def test_script_without_a_guard_does_not_start_its_training_in_a_worker(made: str, tmp_path: Path) -> None:
     script = f"""
 {made}.close()
@@ -182,7 +184,9 @@ with SubprocessEnv(Env) as env:
     assert "StaysBehind" in told
 
 
-@pytest.mark.parametrize("env_fn", ["Mine", 'lambda: gymnasium.make("the_module:Mine-v0")'])
+@pytest.mark.parametrize(
+    "env_fn", [pytest.param("Mine", marks=pytest.mark.ci), 'lambda: gymnasium.make("the_module:Mine-v0")']
+)
 def test_module_without_a_guard_does_not_start_workers_in_its_workers(env_fn: str, tmp_path: Path) -> None:
     module = f"""
 import gymnasium

@@ -118,8 +118,19 @@ def in_step(mode: str, steps: int, env_fns: Any = ENV_FNS) -> list[list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-@pytest.mark.parametrize("face", list(FACES))
+@pytest.mark.parametrize(
+    ("face", "mode"),
+    [
+        (one_each, "SameStep"),
+        (shared, "NextStep"),
+        (shared, "SameStep"),
+        (SerialVectorEnv, "NextStep"),
+        (multi_env, "NextStep"),
+        pytest.param(one_each, "NextStep", marks=pytest.mark.ci),
+        pytest.param(SerialVectorEnv, "SameStep", marks=pytest.mark.ci),
+        pytest.param(multi_env, "SameStep", marks=pytest.mark.ci),
+    ],
+)
 def test_each_env_returns_what_it_returns_in_step(face: Any, mode: str) -> None:
     for k in FACES[face]:
         with face(ENV_FNS, autoreset_mode=mode) as envs:
@@ -153,7 +164,9 @@ def test_a_change_that_an_exception_breaks_off_is_carried_out_by_the_next_call(
         assert sorted(envs.idle_envs) == list(range(NUM_ENVS))
 
 
-@pytest.mark.parametrize(("face", "spins"), [(one_each, 400), (one_each, 0), (shared, 400), (multi_env, 0)])
+@pytest.mark.parametrize(
+    ("face", "spins"), [(one_each, 400), pytest.param(one_each, 0, marks=pytest.mark.ci), (shared, 400), (multi_env, 0)]
+)
 def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(
     face: Any, spins: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +179,10 @@ def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(
         assert sum(one.losses for one in envs.statistics()) >= 5
 
 
-@pytest.mark.parametrize(("face", "mode"), [(one_each, "NextStep"), (one_each, "SameStep"), (multi_env, "SameStep")])
+@pytest.mark.parametrize(
+    ("face", "mode"),
+    [(one_each, "NextStep"), pytest.param(one_each, "SameStep", marks=pytest.mark.ci), (multi_env, "SameStep")],
+)
 def test_each_env_returns_what_it_returns_in_step_while_workers_are_replaced_by_plan(face: Any, mode: str) -> None:
     """With SAME_STEP the reset is a request of its own, which the new process answers."""
     env_fns = [partial(CounterEnv, horizon=3 + index, count_episodes=False) for index in range(NUM_ENVS)]
@@ -490,8 +506,10 @@ class NowAndThenEnv(CounterEnv):
         return (observation, *others, {1: {"number": step}, 2: {"object": str(step)}}.get(step % 4, {}))
 
 
-@pytest.mark.parametrize("merges", [True, False])
-@pytest.mark.parametrize("envs_per_worker", [1, 3])
+@pytest.mark.parametrize(
+    ("envs_per_worker", "merges"),
+    [(1, False), (3, True), pytest.param(1, True, marks=pytest.mark.ci), pytest.param(3, False, marks=pytest.mark.ci)],
+)
 def test_infos_of_all_are_those_of_step(envs_per_worker: int, merges: bool) -> None:
     env_fns = [partial(NowAndThenEnv, horizon=9 + index) for index in range(4)]
     options: Any = {"envs_per_worker": envs_per_worker, "merge_infos": merges}

@@ -100,7 +100,7 @@ def test_modules_are_imported_once_for_all_workers_and_their_replacements(slow: 
         assert len(imports()) == 1
 
 
-@pytest.mark.parametrize("preload", [("slow_module",), "auto"])
+@pytest.mark.parametrize("preload", [pytest.param(("slow_module",), marks=pytest.mark.ci), "auto"])
 def test_a_run_with_kills_is_the_run_without(slow: Slow, preload: Any) -> None:
     slow()
     with SubprocessEnv(ImportingEnv, preload=preload, worker_seed=1, reports="") as env:
@@ -244,12 +244,18 @@ def test_workers_do_without_a_preload_that_cannot_be_forked_and_a_line_says_why(
     assert told.count("preload is not used") == 1
 
 
-@pytest.mark.parametrize("how", ["import time; time.sleep(1000)", "import ctypes; ctypes.CDLL(None).sleep(1000)"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("import time; time.sleep(1000)", marks=pytest.mark.ci),
+        "import ctypes; ctypes.CDLL(None).sleep(1000)",
+    ],
+)
 def test_an_import_that_hangs_is_killed_after_half_of_the_deadline(
     slow: Slow, capfd: pytest.CaptureFixture[str], how: str
 ) -> None:
     name = slow(how)
-    with SubprocessEnv(CounterEnv, preload=[name], deadlines=Deadlines(start=12.0), reports="") as env:
+    with SubprocessEnv(CounterEnv, preload=[name], deadlines=Deadlines(start=16.0), reports="") as env:
         env.reset(seed=0)
         assert env.statistics().restarts == 0
     told = capfd.readouterr().err

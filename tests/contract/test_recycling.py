@@ -158,7 +158,9 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-@pytest.mark.parametrize(("envs_per_worker", "mode"), [(1, "SAME_STEP"), (2, "NEXT_STEP")])
+@pytest.mark.parametrize(
+    ("envs_per_worker", "mode"), [pytest.param(1, "SAME_STEP", marks=pytest.mark.ci), (2, "NEXT_STEP")]
+)
 def test_an_env_that_owns_a_port_is_recycled_once_its_old_process_has_ended(
     envs_per_worker: int, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:

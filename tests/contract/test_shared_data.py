@@ -56,8 +56,15 @@ def test_each_env_has_its_own_and_what_it_shares() -> None:
         assert size < 1.1 * (TABLE.nbytes + sum(one.nbytes for one in own))
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
-@pytest.mark.parametrize("snapshots", [True, False])
+@pytest.mark.parametrize(
+    ("snapshots", "context"),
+    [
+        (True, "forkserver"),
+        (False, "spawn"),
+        pytest.param(True, "spawn", marks=pytest.mark.ci),
+        pytest.param(False, "forkserver", marks=pytest.mark.ci),
+    ],
+)
 def test_a_replacement_is_built_from_it_and_nothing_shows_what_another_env_has_written(
     context: str, snapshots: bool
 ) -> None:

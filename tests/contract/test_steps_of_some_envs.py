@@ -84,8 +84,16 @@ def test_each_env_returns_what_it_returns_in_step(env_fns: Any, mode: str) -> No
             envs.reset(seed=3)
 
 
-@pytest.mark.parametrize("policy", [RestartPolicy(snapshot_every=5), RestartPolicy(snapshots=False)], ids=str)
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        (RestartPolicy(snapshot_every=5), "NextStep"),
+        (RestartPolicy(snapshots=False), "SameStep"),
+        pytest.param(RestartPolicy(snapshot_every=5), "SameStep", marks=pytest.mark.ci),
+        pytest.param(RestartPolicy(snapshots=False), "NextStep", marks=pytest.mark.ci),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("env_fns", [ENV_FNS, WITHOUT_ROWS], ids=["box", "without rows"])
 def test_each_env_returns_what_it_returns_in_step_while_the_worker_is_killed(
     env_fns: Any, mode: str, policy: RestartPolicy

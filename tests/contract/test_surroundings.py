@@ -279,7 +279,7 @@ def test_strings_are_hashed_alike_by_every_process_of_an_env(context, victim):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("where", ["itself", "in a child"])
+@pytest.mark.parametrize("where", ["itself", pytest.param("in a child", marks=pytest.mark.ci)])
 def test_types_of_the_main_script_travel(where, context):
     script = Path(__file__).with_name("script_with_children.py")
     subprocess.run([sys.executable, script, where, context], check=True, timeout=60, env=found_here())

@@ -339,7 +339,7 @@ def test_env_that_is_busy_when_it_is_closed_is_told_of(caplog: pytest.LogCapture
     assert record.getMessage().startswith("close() of env 7 was not called: step() had not ended after 0.5 s")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.ci), signal.SIGINT])
 def test_signal_ends_a_trainer_that_waits_for_envs_to_close(number: signal.Signals, tmp_path: Path) -> None:
     """SIGKILL, of course; and a second Ctrl-C ends the wait."""
     with Trainer("test_close", "end_without_close", "sys.exit", "env", tmp_path / "saved", 60) as trainer:
@@ -352,7 +352,7 @@ def test_signal_ends_a_trainer_that_waits_for_envs_to_close(number: signal.Signa
         trainer.assert_nothing_lives()
 
 
-@pytest.mark.parametrize("end", ["", "for env in (one, several): env.close()"])
+@pytest.mark.parametrize("end", ["", pytest.param("for env in (one, several): env.close()", marks=pytest.mark.ci)])
 def test_envs_that_outlive_the_main_script_are_let_go_of_in_silence(end: str) -> None:
     """gymnasium's registry holds the lambda, so the script's globals, when the interpreter has cleared its modules."""
     script = (

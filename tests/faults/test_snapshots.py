@@ -117,7 +117,9 @@ def test_an_env_that_a_snapshot_does_not_recover_costs_the_others_of_its_process
 
 
 @pytest.mark.parametrize(
-    ("envs", "restart"), [(3, RestartPolicy()), (1, OFTEN), (3, RestartPolicy(snapshots=False))], ids=str
+    ("envs", "restart"),
+    [pytest.param(3, RestartPolicy(), marks=pytest.mark.ci), (1, OFTEN), (3, RestartPolicy(snapshots=False))],
+    ids=str,
 )
 def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_past(
     envs: int, restart: RestartPolicy

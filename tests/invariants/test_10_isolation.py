@@ -52,8 +52,8 @@ def draws_of_workers(kind: str, context: str, num_envs: int, **options: Any) -> 
     [
         ("multi_env", "forkserver", 4),
         ("vector_env", "forkserver", 4),
-        ("manager", "forkserver", 3),
-        ("multi_env", "spawn", 2),
+        pytest.param("manager", "forkserver", 3, marks=pytest.mark.ci),
+        pytest.param("multi_env", "spawn", 2, marks=pytest.mark.ci),
     ],
 )
 def test_no_two_workers_share_a_global_generator(kind: str, context: str, num_envs: int) -> None:

@@ -166,7 +166,7 @@ def test_shared_memory_of_an_env_goes_with_its_process(how: str, forking: dict[s
     assert_nothing_left(before, timeout=GONE_WITHIN)
 
 
-@pytest.mark.parametrize("how", ["close", "killed", "monitor killed"])
+@pytest.mark.parametrize("how", ["close", pytest.param("killed", marks=pytest.mark.ci), "monitor killed"])
 def test_shared_memory_of_an_env_goes_although_its_resource_tracker_starts_slowly(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +262,7 @@ def test_shared_memory_that_only_killed_processes_use_is_unlinked_although_no_re
     ("how", "context"),
     [
         ("close", "forkserver"),
-        ("close", "spawn"),
+        pytest.param("close", "spawn", marks=pytest.mark.ci),
         ("killed", "forkserver"),
         ("hung", "spawn"),
         ("monitor killed", None),

@@ -22,6 +22,7 @@ from faces import Face
 from invariant_envs import DrawingEnv
 
 from kit import descendants, first_difference, monitor_pid
+from kit.limits import set_limit
 from multienv import Deadlines, Recovery, RestartPolicy
 
 STRIKES = int(os.environ.get("NEMESIS", "5"))
@@ -127,7 +128,10 @@ def recoveries_of(events: list[Any]) -> list[Recovery]:
     ("kind", "rung"),
     [("subprocess_env", "journal"), ("multi_env", "snapshot"), ("vector_env", "journal"), ("async_env", "snapshot")],
 )
-def test_whatever_happens_to_processes_the_trajectory_is_the_quiet_one(kind: str, rung: str) -> None:
+def test_whatever_happens_to_processes_the_trajectory_is_the_quiet_one(
+    kind: str, rung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limit(monkeypatch, "AFFORDABLE", 100.0)  # env time: a stop counts, and so does a busy core
     env_fns = [partial(DrawingEnv, horizon=9, count_episodes=False)] * 3
     # A worker that is crashed several times in the same request by chance is not to count as poisoned.
     policy = RestartPolicy(snapshots=rung == "snapshot", snapshot_every=4, backoff=0.0, poison_after=MOST + 1)

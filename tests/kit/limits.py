@@ -19,7 +19,7 @@ HOMES: dict[str, ModuleType] = {
     **dict.fromkeys(["LEAST", "STEPS"], deadlines),
     **dict.fromkeys(["LONGER", "SILENCE"], pending),
     **dict.fromkeys(["LARGE_SHARE", "SHARE"], supervisor),
-    "MOST_CALLS": journal,
+    **dict.fromkeys(["AFFORDABLE", "MOST_CALLS"], journal),
     "PATIENCE": interrupts,
     "REPLAY_GRACE": recoverer,
     "SPINS": watch,
