@@ -978,6 +978,7 @@ commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObje
         return -1;
     }
     long after = PyLong_AsLong(meaning);
+    /* One store: no Python code, so no signal handler, runs between these, once the answer before is let go. */
     put(hot->last_answer, answer);
     put(hot->seen, number);
     put(hot->number, number);

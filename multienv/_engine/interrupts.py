@@ -26,7 +26,7 @@ nothing: it is the handler that looks up what may be interrupted.
 
 **When.** Our handler is installed when a worker is started in the main thread, if Python's own is installed then, and
 Python's own is put back when the last worker is closed. A handler of anybody else's is left alone: what it
-raises in the middle of a call makes workers count as lost, and they are recovered like any other loss.
+raises in the middle of a call makes the workers of that call count as lost, and they are recovered like any other loss.
 
 **The gaps.**
 
@@ -195,6 +195,15 @@ def handle(number: int, frame: FrameType | None) -> None:
         noted = current = PendingInterrupt()
         with contextlib.suppress(RuntimeError):  # no thread is to be had: the end of the call raises it
             _thread.start_new_thread(_repeat, (current, threading.get_ident()))
+
+
+def only_waited(error: BaseException) -> bool:
+    """Tell whether an exception has come out of a function that only waits: nothing was left half done."""
+    codes, trace = set[CodeType](), error.__traceback__
+    while trace is not None:
+        codes.add(trace.tb_frame.f_code)
+        trace = trace.tb_next
+    return not codes.isdisjoint(_interruptible) and codes.isdisjoint(_shielded)
 
 
 def raise_noted() -> None:

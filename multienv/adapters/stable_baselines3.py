@@ -119,7 +119,7 @@ class SubprocessVecEnv(VecEnv):
             observations, infos = self.vector_env.reset(seed=self._seeds, options=options)
         no_seeds: list[None] = [None] * self.num_envs
         no_options: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        # Adjacent stores: a reset that is interrupted before them has its seeds and options when it is called again.
+        # In one statement: a reset that is interrupted before it has its seeds and options when it is called again.
         self.reset_infos, self._resumes, self._seeds, self._options = infos, False, no_seeds, no_options
         return observations
 
@@ -157,7 +157,7 @@ class SubprocessVecEnv(VecEnv):
             for info in told:
                 info["multienv"] = {**info.get("multienv", {}), "resumed": True}
         returned = observations, rewards.astype(np.float32), dones, told
-        # Adjacent stores, and no call after them: an interruption would lose the transition.
+        # No call comes after this: an interruption would lose the transition.
         self.reset_infos, self._resumes, self._taken = begun, False, None
         return returned
 

@@ -326,7 +326,7 @@ class MultiEnv:
         stream.reader = get_ident()
         try:
             return self._received(stream, k, at_most, timeout)
-        finally:  # adjacent stores: no interruption comes between them and what hand_over() has stored
+        finally:
             stream.reader = 0
 
     def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> tuple[Any, ...]:

@@ -239,7 +239,6 @@ class Scheduler:
             if index not in left:
                 records[index] = self._taken_up(index, records[index], one)
         taken_up = self._stream.handing_over([index for index in ready if index not in left])
-        # Adjacent stores: no signal handler comes in between.
         self.records, self._stream.decided = records, taken_up
         self._begin_episodes()
         self._refuse_if_closed()

@@ -409,7 +409,7 @@ class Rows:
 
     def _turn_of(self, key: Any) -> int:
         if self._made_for is not key:
-            self._made_for, self._turn = key, self._turn ^ 1  # adjacent stores: no interruption comes in between
+            self._made_for, self._turn = key, self._turn ^ 1
         return self._turn
 
     def _views(self, replies: Sequence[RowsReply]) -> tuple[list[int], list[Any], tuple[Any, ...], tuple[Any, ...]]:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -244,7 +245,7 @@ def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.Monk
             env.snapshot()
         supervisor: Any = supervisor_of(env)
         supervisor.send_step(STEP)
-        supervisor.take_back()
+        supervisor.lose(keeps_request=False)
         assert env.step(STEP)[0][0] == 1
         assert (env.statistics().losses, env.statistics().exact_recoveries) == (1, 1)
 
@@ -266,22 +267,36 @@ def test_loss_that_is_interrupted_before_its_error_is_raised_brings_no_earlier_a
             env.step(STEP)
 
 
-def test_step_interrupted_after_its_number_is_published_costs_no_worker() -> None:
-    """Most interruptions strike where the worker is woken. The wait of the next call sends the wake byte again."""
-    in_ring = 0
-    with SubprocessEnv(ENDLESS) as env:
-        env.reset(seed=0)
-        for steps, interruption in enumerate(every_place(), 1):
-            time.sleep(0.002)  # the worker sleeps
-            losses, seen = env.statistics().losses, None
+@pytest.mark.parametrize("kind", ["one env", "all envs", "own pace"])
+def test_call_that_a_handler_leaves_at_every_place_costs_workers_and_no_transition(kind: str) -> None:
+    """Each worker is lost once at most, and recovered exactly; where the call only waited, none is lost."""
+    envs = SubprocessVectorEnv([ENDLESS] * (1 + (kind != "one env")), envs_per_worker=1)
+    lost, waits = Counter[str](), {"in wait", "in _poll", "in wait_any"}
+
+    def step() -> Any:
+        if kind != "own pace":
+            return envs.step(np.ones(envs.num_envs, int))
+        envs.send(np.ones(len(envs.idle_envs), int), envs.idle_envs)
+        return envs.recv()
+
+    def losses() -> list[int]:
+        return [one.losses for one in envs.statistics()]
+
+    with contextlib.closing(envs):
+        envs.reset(seed=0)
+        for steps, interruption in enumerate(every_place(stride=1 if kind == "one env" else 2), 1):
+            time.sleep(0.002)  # the workers sleep
+            before, seen = losses(), None
             with interruption:
-                seen = env.step(STEP)
-            seen = seen or env.step(STEP)
-            assert seen[0][0] == steps, interruption.where
-            if "in ring" in interruption.where:
-                in_ring += 1
-                assert env.statistics().losses == losses, interruption.where
-    assert in_ring > 0
+                seen = step()
+            seen = step() if seen is None else seen
+            assert seen[0][:, 0].tolist() == [steps] * envs.num_envs, interruption.where
+            more = [after - earlier for earlier, after in zip(before, losses(), strict=True)]
+            assert max(more) <= 1, interruption.where
+            lost[interruption.where.partition(" ")[2]] += sum(more)
+        assert all(one.losses == one.exact_recoveries for one in envs.statistics())
+    assert lost.total() > 0
+    assert not any(lost[place] for place in waits)
 
 
 def test_time_limit_that_a_handler_raises_as_a_timeout_error_is_never_swallowed() -> None:

@@ -194,14 +194,6 @@ MUTANTS = [
         "(not is_call and message is not None) or is_recorded(message)",
     ),
     Mutant(
-        "A reply that is read again after Ctrl-C is recorded again, with what was laid over its rows.",
-        2,
-        "supervisor:Supervisor._take",
-        "number not in journal.entries",
-        "True",
-        ("tests/simulation/test_interruptions.py",),
-    ),
-    Mutant(
         "Calls that may change the env are not recorded.",
         2,
         "messages:is_recorded",
@@ -1421,10 +1413,10 @@ MUTANTS = [
         "self._fanout.drop()",
     ),
     Mutant(
-        "What was asked of some envs when Ctrl-C came, and not of the others, stays asked of them.",
+        "What was asked of some envs when a handler raised, and not of the others, stays asked of them.",
         8,
-        "members:Members.take_back",
-        "supervisor.take_back()",
+        "members:Members.lose",
+        "supervisor.lose(keeps_request=not sending)",
         "",
     ),
     Mutant(
@@ -1434,6 +1426,29 @@ MUTANTS = [
         "snapshot > self.position.number",
         "snapshot < 0",
         ("tests/simulation/test_single_faults.py",),
+    ),
+    Mutant(
+        "A worker is trusted after a handler has raised while its answer was taken: rows are recorded as truncated ones.",
+        8,
+        "fanout:FanOut.ask",
+        "current.is_broken = breaks(error)",
+        "current.is_broken = False",
+        ("tests/simulation/test_interruptions.py",),
+    ),
+    Mutant(
+        "Envs at their own pace are trusted after a handler has raised while their answers were taken.",
+        8,
+        "in_flight:InFlight.take",
+        "self.is_broken = breaks(error)",
+        "self.is_broken = False",
+        ("tests/faults/test_interruptions.py",),
+    ),
+    Mutant(
+        "Ctrl-C in a wait makes the workers that are awaited count as lost.",
+        8,
+        "interrupts:only_waited",
+        "not codes.isdisjoint(_interruptible)",
+        "False",
     ),
     Mutant(
         "Ctrl-C is raised in whatever line of the package it comes.",

@@ -31,6 +31,7 @@ from kit import CounterEnv
 from multienv._engine import cores
 from multienv._engine.asking import fanout, in_flight, members
 from multienv._engine.building import building
+from multienv._engine.interrupts import interruptible
 from multienv._engine.processes import launcher
 from multienv._engine.processes.channel import Channel, Fate, Gone
 from multienv._engine.processes.watch import Watched
@@ -284,6 +285,7 @@ class Simulation:
                     return fault
         return None
 
+    @interruptible
     def wait_any(
         self,
         waiting: Sequence[tuple[SimulatedChannel, int]],
@@ -379,6 +381,7 @@ class SimulatedWatch:
         self.asked.pop(member, None)
         self.known.pop(member, None)
 
+    @interruptible
     def heard(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
         answered, ended = self._sorted(self.asked)
         if answered or ended or until <= self.simulation.now:
@@ -673,6 +676,7 @@ class SimulatedChannel(Channel):
         with in_process(self.process.simulation):
             self.process.execute(number)
 
+    @interruptible
     def wait(self, number: int, until: float | None) -> bool:
         if self._gone is None:
             self.execute(number)

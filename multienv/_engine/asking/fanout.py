@@ -4,11 +4,12 @@ A *round* is one request to each of several members (``members.py``): a step of 
 before the first answer is awaited. While one worker is waited for, all others are watched, so that a thread can recover
 one whose process ends or is overdue. Envs that do not move in step are asked another way: ``in_flight.py``.
 
-**Ctrl-C.** KeyboardInterrupt is raised only where it does no harm: see ``interrupts.py``. Other signal handlers may
-raise anywhere. A round that was broken off before all its requests were published was never made: the next call takes
-it back from those that were asked, whose processes count as lost. One that was sent stays ``FanOut.unfinished`` until
-its owner has handed the outcome to the caller. The supervisors keep the answers. So :meth:`FanOut.collect` waits for
-what was not answered and takes what was not taken; it may be broken off and called again any number of times.
+**Ctrl-C.** KeyboardInterrupt is raised only in a wait, or at the end of the call: see ``interrupts.py``. A round stays
+``FanOut.unfinished`` until its owner has handed the outcome to the caller. The supervisors keep the answers: the next
+call may call :meth:`FanOut.collect` again: it waits for what was not answered, and takes what was not taken.
+
+Other signal handlers may raise anywhere. Such an exception leaves the round *broken*: the next call counts the workers
+of the round as lost. If it came while the round was sent, the round was never made.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from time import monotonic
 from typing import Any
 
 from multienv._engine import interrupts
-from multienv._engine.asking.members import Blocking, Followup, Members, is_asked
+from multienv._engine.asking.members import Blocking, Followup, Members, breaks, is_asked
 from multienv._engine.cores import AskingOrder
 from multienv._engine.native import native
 from multienv._engine.processes.channel import Channel, wait_any
@@ -58,12 +59,14 @@ class Round:
         failures: Member → what it raised.
         resumed: It was broken off, and a later call completes it.
         sending: Members that are being asked; ``()``: all are asked.
+        is_broken: See :class:`~multienv._engine.asking.members.AnyRound`.
     """
 
     __slots__ = (
         "answers",
         "endings",
         "failures",
+        "is_broken",
         "name",
         "order",
         "requests",
@@ -88,6 +91,7 @@ class Round:
         self.waits = waits
         self.resumed = False
         self.sending: Collection[int] = ()
+        self.is_broken = False
         self.answers: list[Any]
         if native is not None and type(requests) is native.Parts:  # a batch, of which nobody is left alone
             self.answers = [MISSING] * len(requests)
@@ -181,12 +185,12 @@ class FanOut:
 
     @property
     def unfinished(self) -> Any:
-        """Return the round whose outcome has not been handed to the caller; one that was sent in part is taken back."""
+        """Return the round whose outcome has not been handed to the caller; see :meth:`Members.lose`."""
         current = self.members.asked
         if current is not None:
             if current.waits:
                 self._claim(current.name)
-            if current.sending and self.members.take_back(current):
+            if current.is_broken and self.members.lose(current):
                 self.members.asked, self._owner = None, {}
         return self.members.asked
 
@@ -215,11 +219,16 @@ class FanOut:
             requests: One for each member; ``None`` leaves it alone.
         """
         current, members = self.send(name, requests), self.members
-        lacks_some = name != "step" or hot_path.take(
-            members.supervisors, current.order, current.answers, STEPPING, members.leaves_ends
-        )
-        if lacks_some or members.blocking or current.tasks:
-            self._collect(current, inf)
+        try:
+            lacks_some = name != "step" or hot_path.take(
+                members.supervisors, current.order, current.answers, STEPPING, members.leaves_ends
+            )
+            if lacks_some or members.blocking or current.tasks:
+                self._collect(current, inf)
+        except BaseException as error:
+            current.is_broken = True  # first: the next line may be broken off, too
+            current.is_broken = breaks(error)
+            raise
         return current
 
     def call_each(self, name: str, calls: Sequence[Callable[[], Any] | None]) -> Round:
@@ -249,13 +258,17 @@ class FanOut:
             current.tasks = {member: Task(call) for member, call in calls.items() if requests[member] is not nothing}
         current.sending, members.asked = order, current
         state = STEPPING if waits else STEPPING_ASYNC
-        while done < len(order):
-            if name == "step":
-                done = hot_path.ask(members.supervisors, order, done, requests, state, members.me, nothing)
-            if done < len(order):
-                if requests[order[done]] is not nothing:
-                    members.send(current, order[done])
-                done += 1
+        try:
+            while done < len(order):
+                if name == "step":
+                    done = hot_path.ask(members.supervisors, order, done, requests, state, members.me, nothing)
+                if done < len(order):
+                    if requests[order[done]] is not nothing:
+                        members.send(current, order[done])
+                    done += 1
+        except BaseException:
+            current.is_broken = True
+            raise
         current.sending = ()
         if current.tasks:
             members.start(current)
@@ -274,10 +287,15 @@ class FanOut:
         current = self.members.asked
         assert current is not None
         self._claim(current.name)
-        if timeout is None and current.name == "step" and not current.tasks and not current.endings:
-            state = STEPPING if current.waits else STEPPING_ASYNC
-            hot_path.take(self.members.supervisors, current.order, current.answers, state, self.members.leaves_ends)
-        return self._collect(current, inf if timeout is None else monotonic() + timeout)
+        try:
+            if timeout is None and current.name == "step" and not current.tasks and not current.endings:
+                state = STEPPING if current.waits else STEPPING_ASYNC
+                hot_path.take(self.members.supervisors, current.order, current.answers, state, self.members.leaves_ends)
+            return self._collect(current, inf if timeout is None else monotonic() + timeout)
+        except BaseException as error:
+            current.is_broken = True
+            current.is_broken = breaks(error)
+            raise
 
     def resume(self) -> Round:
         """Complete the round that was broken off."""
@@ -331,8 +349,7 @@ class FanOut:
         """Call the hooks with the events of the call, then mark its outcome as delivered.
 
         Ctrl-C that came in the call is raised before that, and the next call has the outcome; so it is if a hook
-        raises. Between this call and its ``return`` the caller must not call anything: an exception of another signal
-        handler would lose the outcome there.
+        raises. The caller returns the outcome, or raises it, right after this.
         """
         if any(self.members.events):
             current, self.members.asked = self.members.asked, None  # for a hook that uses the envs all the same
@@ -342,7 +359,6 @@ class FanOut:
                 self.members.asked = current
         if interrupts.noted is not None:
             interrupts.raise_noted()
-        # Adjacent stores: neither a signal handler nor another thread comes in between.
         self.members.asked, self._owner = None, {}
 
     def forget(self) -> Any:

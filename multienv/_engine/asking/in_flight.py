@@ -14,7 +14,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from multienv._engine.asking.members import Members, StepOfSome, is_asked
+from multienv._engine.asking.members import Members, StepOfSome, breaks, is_asked
 from multienv._engine.processes.channel import LONGEST_SLEEP
 from multienv._engine.processes.watch import Watch
 from multienv._engine.recovery import hot_path
@@ -125,6 +125,7 @@ class InFlight:
         failures: Member → what it raised.
         untold: Members whose hooks may have to be told something.
         sending: Members that were being asked when that was broken off; ``()``: none.
+        is_broken: See :class:`~multienv._engine.asking.members.AnyRound`.
     """
 
     name, waits, resumed, is_interrupted, is_supervised = "", False, False, False, True
@@ -143,6 +144,7 @@ class InFlight:
         self.tasks: dict[int, Task] = {}
         self.endings: dict[int, Any] = {}
         self.sending: Collection[int] = ()
+        self.is_broken = False
         if pending is not None:
             self._go_on_with(pending, nothing)
 
@@ -214,7 +216,7 @@ class InFlight:
         try:
             self._send(members, requests, contents)
         except BaseException:
-            self.sending = list(requests)  # only now: what a signal handler calls meanwhile takes nothing back
+            self.is_broken, self.sending = True, requests
             raise
 
     def _send(self, members: Members, requests: Mapping[int, Requests], contents: Sequence[Any] | None) -> None:
@@ -255,8 +257,9 @@ class InFlight:
         """
         try:
             return self._take_answered(members, *self._come(members, until))
-        except BaseException:
-            self._look_at = 0.0  # a wake byte may have been read in vain
+        except BaseException as error:
+            self.is_broken, self._look_at = True, 0.0  # a wake byte may have been read in vain
+            self.is_broken = breaks(error)
             raise
 
     def _come(self, members: Members, until: float) -> tuple[list[int], list[int]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from multienv._engine import interrupts
 from multienv._engine.recovery.hot_path import MISSING
 from multienv._engine.recovery.state_machine import RecoveryDue
 from multienv._engine.sometimes import sometimes
@@ -82,6 +83,7 @@ class AnyRound(Protocol):
         tasks: Member → the call that a thread makes for it.
         endings: Member → what the followup has kept of a step that ended an episode, while it asks for what comes next.
         sending: Members that are being asked; ``()``: all are asked.
+        is_broken: An exception of a signal handler has left a call; the next one counts its workers as lost.
         is_supervised: It asks supervisors; else it makes calls that block.
     """
 
@@ -91,6 +93,7 @@ class AnyRound(Protocol):
     tasks: dict[int, Task]
     endings: dict[int, Any]
     sending: Collection[int]
+    is_broken: bool
 
     @property
     def is_supervised(self) -> bool: ...
@@ -191,31 +194,23 @@ class Members:
         for reporter in self.reporters:
             reporter.call_hooks()
 
-    def _is_sent(self, current: AnyRound, member: int) -> bool:
-        """Tell whether nothing is left to do to send a member its request, though an exception came meanwhile.
+    def lose(self, current: AnyRound) -> bool:
+        """Count as lost the workers of a call that was broken off, and whose answers are missing.
 
-        A worker has its request once the number of it is published. What comes after that, the byte that wakes it,
-        is sent again by each wait. Most interruptions strike there: the worker wakes, and takes the core.
+        Returns:
+            Whether the call was never made: it was broken off while it sent its requests.
         """
-        supervisor = self.supervisors[member]
-        if not current.misses(member) or current.request(member)[1] is self.nothing or member in current.tasks:
-            return True
-        return supervisor is not None and supervisor.asked_by is self.me and supervisor.is_published()
-
-    def take_back(self, current: AnyRound) -> bool:
-        """Take back the requests of a round that an exception has struck while it was sent, unless all were sent.
-
-        This may be broken off, too.
-        """
-        if all(self._is_sent(current, member) for member in current.sending):
-            sometimes("a round that was broken off is sent as a whole")
-            current.sending = ()
-            return False
-        for member in current.sending:
-            supervisor = self.supervisors[member]
-            if supervisor is not None and supervisor.asked_by is self.me:
-                supervisor.take_back()
-        return current.take_back()
+        sending = current.sending
+        sometimes("the workers of a call that is sending are lost", bool(sending))
+        sometimes("the workers of a call that has sent are lost", not sending)
+        for member, supervisor in enumerate(self.supervisors):
+            if supervisor is None or supervisor.asked_by is not self.me or member in current.tasks:
+                continue
+            if member in sending or (not sending and current.misses(member)):
+                supervisor.lose(keeps_request=not sending)
+        is_undone = bool(sending) and current.take_back()
+        current.is_broken = False
+        return is_undone
 
     def collect(self, current: AnyRound, ready: Collection[int], *, recovers: bool = False) -> None:
         """Take the answers of members of which something can be taken.
@@ -376,6 +371,11 @@ def ask_patiently(supervisor: Any, name: str, request: Any, waits: bool = False)
     """Send a request and wait for its answer, which the supervisor keeps."""
     _send(supervisor, name, request, waits)
     supervisor.resume()
+
+
+def breaks(error: BaseException) -> bool:
+    """Tell whether an exception has left a call half done: it is none of ours, and did not come while it waited."""
+    return not isinstance(error, MultienvError) and not interrupts.only_waited(error)
 
 
 def is_asked(current: AnyRound, supervisor: Any) -> bool:

@@ -295,7 +295,7 @@ class Stream:
         if self.decided is not None:
             if self._is_at_work:
                 self._refuse()
-            self._is_at_work = True  # adjacent: no handler comes in between
+            self._is_at_work = True
             try:
                 self.decided(self)
                 self.decided = None

@@ -7,8 +7,7 @@ Each line counts here. What takes 1 µs in a loop of its own takes 3 µs between
 the caches are cold by then. So the loop over the workers is inside these functions, and what they touch of a process
 lies in one object, its ``StepBuffers``.
 
-Ctrl-C: a step lies in its bank before the state says that it is asked, and an answer is kept as ``last_answer`` before
-the state says that it is taken. An answer that was not taken is taken by the next call.
+An answer is committed by one statement, in which no signal handler runs; in native code without Python code in between.
 """
 
 from __future__ import annotations
@@ -259,9 +258,8 @@ def take(  # noqa: C901 - one loop, because each call counts here
                 journal.entries[number] = bytes(buffers.records[side])
             if meaning == BEGINS:
                 answer = answer[0], answer[4]
-            supervisor.last_answer = answer
-            # Adjacent stores: no signal handler comes in between.
-            position.seen, position.number, supervisor.state = number, number, buffers.after[meaning]
+            after = buffers.after[meaning]
+            supervisor.last_answer, position.seen, position.number, supervisor.state = answer, number, number, after
             if meaning or supervisor.answers.started == number or not number & SAMPLE:
                 supervisor.count_plain(answer, number, meaning)
             else:

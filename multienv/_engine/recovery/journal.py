@@ -215,7 +215,7 @@ class Journal:
         self.entries[number] = entry
 
     def cut(self, number: int) -> None:
-        """Forget entries after that of ``number``: an interrupted call has stored them, but not committed them."""
+        """Forget entries after that of ``number``: they were stored, but not committed."""
         for late in list(takewhile(lambda one: one > number, reversed(self.entries))):
             for held in (self._longer, self._kept_calls, self.entries):
                 held.pop(late, None)
@@ -357,8 +357,7 @@ class Journal:
         if not any(history.is_whole for history in histories):
             wanted = [history.starts[0].number for history in histories if history.starts]
             front = max(room, min(wanted + [snapshot + 1] * bool(snapshot), default=self.last + 1))
-        # Adjacent stores: no signal handler comes in between. The entries that no plan uses any more are dropped below,
-        # or next time.
+        # First: the entries that are dropped below are then in no plan.
         self.histories, self.first = histories, front
         if self._oldest < front:
             drop, dropped = self.entries.pop, range(self._oldest, front)
@@ -376,9 +375,6 @@ class Journal:
             return self.first
         sometimes("a journal outgrows its limit")
         front, last = self.first, self.last
-        for number in range(self._oldest, front):  # left by an interrupted trim
-            if number in self.entries:
-                held -= each + self._longer.get(number, 0)
         while held > limit and front <= last:
             if front in self.entries:
                 held -= each + self._longer.get(front, 0)
@@ -419,7 +415,7 @@ class Journal:
         self._longer = {number: by for number, by in longer.items() if by}
         self.entries, self._kept_calls, self.histories = dict(data["entries"]), dict(data["calls"]), histories
         self.first = data["first"]
-        self._oldest = next(iter(self.entries), self.first)  # there may be some that an interrupted trim has left
+        self._oldest = next(iter(self.entries), self.first)
         self._built, self._is_affordable = data["built"], data["is_affordable"]
 
 

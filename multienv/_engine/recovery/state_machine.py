@@ -5,7 +5,7 @@ running or not. The **request** was asked and is not yet answered; it outlives t
 an event. It returns the state after the event, and the instruction to carry out next. The supervisor commits the new
 state with one assignment, and then carries the instruction out. If an interruption (Ctrl-C) comes while the supervisor
 waits, the request stays pending: the next call asks ``instruction_of(state, rules)`` and goes on from there. If the
-interruption comes while a process is being asked, the process counts as lost, and the request was never made.
+exception of another signal handler comes anywhere else in the call, the process counts as lost.
 
 ``TABLE`` says which event leads from which process state to which. ``docs/states.py`` draws the diagram from it.
 """
@@ -200,7 +200,12 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Says that an exception came while the process was being asked: its current work belongs to no request."""
+    """Says that an exception came in the middle of a call that has asked the process.
+
+    ``keeps_request``: all of the call's requests had been sent, so this one is asked again; else it was never made.
+    """
+
+    keeps_request: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,7 +489,7 @@ def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
 
 def _interrupted(state: State, event: Interrupted, rules: Rules) -> tuple[State, Instruction]:
     process = Process.LOST if state.process is Process.READY else state.process
-    after = _without_request(state, process=process)
+    after = state._replace(process=process) if event.keeps_request else _without_request(state, process=process)
     return after, instruction_of(after, rules)
 
 

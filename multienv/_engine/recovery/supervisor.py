@@ -6,9 +6,9 @@ module ``hot_path`` sends plain steps to many workers at once and takes their an
 caller has seen.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
-and the next call collects it: reading a reply does not use it up, and an answer is committed at once with all that says
-so. Another signal handler may raise anywhere. If it does while a process is being asked, the process is lost, and the
-request was never made (``take_back``): the next call recovers the envs to where the caller saw them last.
+and the next call collects it. Another signal handler may raise anywhere: then the process counts as lost (``lose``),
+and the next call recovers the envs to where the caller saw them last. So only the line of ``_store`` is written with an
+exception in mind. While a process takes over from another one, the state says that there is none, or a lost one.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ _ADVICE = (
 )
 # Seconds that close() waits for a call whose process it has killed, and for the log to take its warning.
 _SOON = 0.5
-_INTERRUPTED = "it was ended, because an exception (Ctrl-C?) struck in the trainer while it was being asked"
+_INTERRUPTED = "it was ended, because an exception of a signal handler struck in a call that had asked it"
 # After so many losses for one request, all killed from outside, their common past may be to blame.
 _OUTSIDE_LOSSES = 3
 # Those that take long: a caller that has other workers to wait for leaves them to a thread.
@@ -387,8 +387,7 @@ class Supervisor:
     def is_answered(self, number: int, until: float | None) -> bool:
         """Wait for the reply to a step or a plain reset; tell whether it is there.
 
-        Nothing is done here about a process that has ended: :meth:`collect` finds it again, and notes the loss. The
-        worker is rung once more, in case an exception of a signal handler has struck between number and wake byte.
+        Nothing is done here about a process that has ended: :meth:`collect` finds it again, and notes the loss.
 
         Args:
             number: Of the request.
@@ -398,7 +397,6 @@ class Supervisor:
             return False
         if self.channel is None or self.segment.words[REQUEST] != number:  # recovered, and not asked again yet
             return False
-        self.buffers.ring(number)
         try:
             return self._await(number, until, ends_overdue=until is None)
         except Gone:
@@ -523,14 +521,13 @@ class Supervisor:
         return instruction
 
     def _become(self, state: State, instruction: Instruction) -> None:
-        """Commit a state; with it the error of a loss, if that is the answer: else the one before would count."""
+        """Commit a state; with it the error of a loss, if that is the answer."""
         if instruction not in _RAISED:
             self.state = state
             return
         assert self.loss_recovery is not None
-        error, position = self.loss_recovery.error(instruction, state, self.reporter, self.policy), self.position
-        # Adjacent stores: no signal handler comes in between.
-        self.last_answer, position.number, self.state = error, position.number + 2, state
+        error = self.loss_recovery.error(instruction, state, self.reporter, self.policy)
+        self._store(state, error, self.position.number + 2)
 
     def _carry_out(self, timeout: float | None, recover: bool) -> Any:
         """Do what the state asks for until there is an answer."""
@@ -590,13 +587,9 @@ class Supervisor:
         # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
         losses = self.state.losses
         long_past = self._long_past and losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)
-        loss_recovery = self.loss_recovery
-        if loss_recovery is None or loss_recovery.lost is not channel:
-            loss_recovery = self.loss_recovery = LossRecovery(
-                channel, self._fate_of(gone), self.recoverer.begin(), long_past=long_past
-            )
-        if loss_recovery.loss is None:  # else an exception of a signal handler came before the state was committed
-            loss_recovery.loss = self._loss_of(gone, channel, slot)
+        loss_recovery = LossRecovery(channel, self._fate_of(gone), self.recoverer.begin(), long_past=long_past)
+        loss_recovery.loss = self._loss_of(gone, channel, slot)
+        self.loss_recovery = loss_recovery
         lost = Lost(
             gone.cause,
             slots if is_policy else slot,
@@ -682,7 +675,7 @@ class Supervisor:
 
     def _give_up_request(self, error: Exception) -> Instruction:
         """Note that there are no envs for the pending request: raise this error, unless a truncation answers it."""
-        self.last_answer = error  # for a caller that was interrupted, or has left this to a thread
+        self.last_answer = error  # for a caller that has left this to a thread
         instruction = self._happen(BuildFailed())
         if instruction is Instruction.NOTHING:
             self.position.number += 2
@@ -729,13 +722,10 @@ class Supervisor:
         except RequestFailedError as failed:
             return self.reporter.error_of(-1, failed.failure, "initialize")
         except Gone as gone:
-            loss_recovery = self.loss_recovery
-            if loss_recovery is None or loss_recovery.lost is not channel:
-                progress = self.recoverer.begin() if loss_recovery is None else loss_recovery.progress
-                loss_recovery = self.loss_recovery = LossRecovery(channel, gone.fate, progress)
-            if loss_recovery.loss is None:
-                case = self.reporter.case(b"", pending.limit, self.description, self.codec)
-                loss_recovery.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, case)
+            progress = self.recoverer.begin() if self.loss_recovery is None else self.loss_recovery.progress
+            self.loss_recovery = LossRecovery(channel, gone.fate, progress)
+            case = self.reporter.case(b"", pending.limit, self.description, self.codec)
+            self.loss_recovery.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, case)
             return Lost(gone.cause, -1, gone.is_from_outside)
         return Built()
 
@@ -818,11 +808,16 @@ class Supervisor:
         """Commit an answer; ``read``: what it has shown."""
         state, _ = decide(self.state, event, self.rules)
         self.reporter.path.append((event, state))
-        state, position = interned(state), self.position
-        seen, pickled_rows = (position.seen, position.pickled_rows) if read is None else (read.seen, read.pickled_rows)
-        self.last_answer = answer
-        # Adjacent stores: no signal handler comes in between.
-        position.seen, position.pickled_rows, position.number, self.state = seen, pickled_rows, number, state
+        self._store(interned(state), answer, number, read)
+
+    def _store(self, state: State, answer: Any, number: int, read: Read | None = None) -> None:
+        """Store an answer, the number that it has, the state after it, and what it has shown, all or nothing.
+
+        The last line calls nothing: a signal handler runs before it, or after it.
+        """
+        at = self.position
+        seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
+        self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
 
     # --- an answer --------------------------------------------------------------------------------
 
@@ -839,8 +834,7 @@ class Supervisor:
         failed = bank.view[2] == FAILED
         journal, read = self.position.journal, None if is_call else self.answers.read(segment, number)
         evidence = b"" if read is None or failed else read.evidence
-        # Once, and before anything is laid over the rows: an interruption may have this reply read again.
-        if (not is_call or is_recorded(message)) and number not in journal.entries:
+        if not is_call or is_recorded(message):  # before anything is laid over the rows
             payload = self.pending.payload_of(segment, number, request)
             entry = entry_of(bank, payload, evidence)
             journal.log(number, entry, payload if isinstance(message, CALLS) else b"")
@@ -902,10 +896,8 @@ class Supervisor:
         position.show(segment, reply.shown)
         self.answers.started = 0
         segment.banks[number & 1].skipped[:] = 0
-        state, _ = decide(self.state, Replied(ended=reply.is_over), self.rules)
-        self.last_answer = reply if rolled.failure is None else policy_error(rolled.failure, reply.steps)
-        # Adjacent stores: no signal handler comes in between.
-        position.number, self.state = position.seen, interned(state)
+        answer = reply if rolled.failure is None else policy_error(rolled.failure, reply.steps)
+        self._commit(position.seen, Replied(ended=reply.is_over), answer)
         self._count_rollout(reply)
 
     def _count_rollout(self, reply: RolloutReply) -> None:
@@ -1028,8 +1020,6 @@ class Supervisor:
             instruction, channel = instruction_of(self.state, self.rules), self.channel
             if channel is not None and instruction is Instruction.ASK:
                 number = self.position.number + 1
-                if not channel.answered(number):
-                    self._publish()  # the call that brought it back may have been broken off before that
             elif channel is not None and instruction is Instruction.AWAIT_BUILD:
                 number = self._building
             else:
@@ -1054,7 +1044,7 @@ class Supervisor:
         self.position.journal.lay_out(codec.layout.end, codec.slots, self.description.seconds)
         self.rules = replace(self.rules, slots=codec.slots)
         self.answers = self._new_answers(codec, self.position)
-        self.codec = codec  # last: an interruption leaves all to do again
+        self.codec = codec
 
     def _new_answers(self, codec: Codec, position: Position) -> Answers:
         """Make what reads replies."""
@@ -1091,7 +1081,6 @@ class Supervisor:
             self.position.show(segment, self.position.shown(self.segment))
         self.answers.started, self._long_past = 0, False
         self.pending.put(segment, self.position.number + 1)
-        # Adjacent stores: no signal handler comes in between.
         self.channel, self.segment, self.buffers = channel, segment, buffers
         self.recoverer.handed_over()
         is_over = self.is_between_episodes()
@@ -1200,7 +1189,7 @@ class Supervisor:
         assert channel is not None
         progress.is_optional, has_asked = not ends_first, bool(channel.segment.words[ASKED])
         if ends_first:
-            self.stand_lost()  # from here on an exception leaves it so
+            self.stand_lost()
             limit = self.deadlines.close
             self.ask_to_end(channel, limit, time.monotonic() + limit + crowd_seconds(), keep_memory=True)
         try:
@@ -1222,6 +1211,7 @@ class Supervisor:
             return
         self.refuse_if_closed("step", revived.channel)
         sometimes("a process is replaced by plan")
+        self.stand_lost()
         self.take_over(revived, progress)
         self.stand(before)
         memory = position.journal.memory
@@ -1355,7 +1345,7 @@ class Supervisor:
             before, channel = self.state, self.channel
             assert channel is not None
             self.pending.begin(message, b"", ASIDE)
-            self.stand_lost()  # so that an exception in here leaves the worker lost; else it is as before
+            self.stand_lost()
             try:
                 answer = self.recoverer.ask(channel, message, self.pending.until)
             except Gone as gone:
@@ -1375,21 +1365,13 @@ class Supervisor:
         if instruction is not Instruction.NOTHING:
             raise self.last_answer from None
 
-    def is_published(self) -> bool:
-        """Tell whether there is a pending request, and it lies where the process finds it or waits for a process."""
-        with self.lock:
-            if self.state.request is None or self.state.process is not Process.READY:
-                return self.state.request is not None
-            return bool(self.segment.words[REQUEST] == self.position.number + 1)
-
-    def take_back(self) -> None:
-        """Undo the pending request: an exception struck before all of it was sent. Again does nothing."""
+    def lose(self, *, keeps_request: bool) -> None:
+        """Count the process as lost if a request is pending, for which see :class:`Interrupted`."""
         with self.lock:
             if self.state.request is not None:
-                sometimes("a request is taken back")
                 if self.state.process is Process.READY:  # else it is lost already, and its envs are recovered next
                     self.loss_recovery = None
-                self._happen(Interrupted())
+                self._happen(Interrupted(keeps_request))
 
     def note_closed(self) -> None:
         """Note that the worker is closed: it refuses all calls from now on."""
