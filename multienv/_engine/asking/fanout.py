@@ -179,9 +179,8 @@ class FanOut:
         self.members = Members(self, members, followup=followup, threads=threads, name=name, nothing=nothing)
         self._owner: dict[str, int] = {}  # "thread": the one that is in a call, or was interrupted in one
         # After multienv._engine.cores.spread(), which says on which core each worker runs.
-        self._asking_order = AskingOrder(
-            {member: one.core for member, one in enumerate(self.members.supervisors) if one is not None}
-        )
+        cores = {member: one.core for member, one in enumerate(self.members.supervisors) if one is not None}
+        self._order_now = AskingOrder(cores).now if len(cores) > 1 else partial(tuple, cores)
 
     @property
     def unfinished(self) -> Any:
@@ -250,7 +249,7 @@ class FanOut:
         # Most often it is free: then this costs no call of a function.
         if waits and self._owner.setdefault("thread", mine := get_ident()) != mine:
             self._claim(name)
-        members, order, done = self.members, self._asking_order.now(), 0
+        members, order, done = self.members, self._order_now(), 0
         nothing = members.nothing
         current = Round(name, requests, order, waits=waits, nothing=nothing)
         if members.blocking:  # begun when all others are asked

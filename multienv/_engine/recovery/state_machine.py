@@ -120,6 +120,12 @@ class State(NamedTuple):
     losses: int = 0
     what: str = ""
 
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether a step is pending in which all slots take part."""
+        request = self.request
+        return request is not None and request.is_plain_step and request.touched is None and not self.skipped
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:

@@ -560,9 +560,11 @@ class Supervisor:
 
     def _do_ask(self, until: float | None) -> Instruction:
         """Publish the request and wait for its answer."""
-        number = self.position.number + 1
+        number, state = self.position.number + 1, self.state
         try:
             self._publish()
+            if until is None and state.is_plain and not take((self,), (0,), [MISSING], state):
+                return Instruction.DELIVER  # as if no process had been lost
             if not self._await(number, until):
                 raise WaitTimeout(
                     f"{self._name()}() has not answered in time. It is still running: wait again, or close()."
