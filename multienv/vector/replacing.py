@@ -23,6 +23,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import gymnasium
+import numpy as np
 
 from multienv._engine.building.building import Processes, WorkerOptions, Workers
 from multienv._engine.interrupts import runs_user_code
@@ -31,48 +32,37 @@ from multienv.config import takes_options_of
 from multienv.envs.subprocess_env import SubprocessEnv
 from multienv.errors import UsageError
 from multienv.events import Event, Loss, Recovery, Recycled
+from multienv.vector.vector_env import SubprocessVectorEnv
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 logger = logging.getLogger("multienv")
 
-_VECTOR_ENV = "multienv.vector.vector_env:SubprocessVectorEnv"
-_VEC_ENV = (
-    "multienv.adapters.stable_baselines3:SubprocessVecEnv"  # by its name: it lies in a room above, and is an extra
-)
+_ADAPTER = "multienv.adapters.stable_baselines3"  # by its name: it lies in a room above, and needs an extra
 _OUTCOMES = ("exact", "replayed", "truncated", "reset", "raised", "recycled")
 _LIBRARIES = ("multienv", "gymnasium", "stable_baselines3")
 
 
 class _Kind(NamedTuple):
-    """Names a class of another library, and what stands in for it.
+    """Names a class that is replaced.
 
     Attributes:
         module: The module that defines it.
         name: Its name there.
-        ours: Our class.
         serial: It steps its envs in the process of the trainer.
-        members: What the stand-in has beside our class.
     """
 
     module: str
     name: str
-    ours: str
-    serial: bool = False
-    members: tuple[tuple[str, Any], ...] = ()
+    serial: bool
 
 
 _KINDS = (
-    _Kind("gymnasium.vector.async_vector_env", "AsyncVectorEnv", _VECTOR_ENV),
-    _Kind("gymnasium.vector.sync_vector_env", "SyncVectorEnv", _VECTOR_ENV, serial=True),
-    _Kind(
-        "stable_baselines3.common.vec_env.subproc_vec_env",
-        "SubprocVecEnv",
-        _VEC_ENV,
-        members=(("reward_dtype", float),),
-    ),
-    _Kind("stable_baselines3.common.vec_env.dummy_vec_env", "DummyVecEnv", _VEC_ENV, serial=True),
+    _Kind("gymnasium.vector.async_vector_env", "AsyncVectorEnv", serial=False),
+    _Kind("gymnasium.vector.sync_vector_env", "SyncVectorEnv", serial=True),
+    _Kind("stable_baselines3.common.vec_env.subproc_vec_env", "SubprocVecEnv", serial=False),
+    _Kind("stable_baselines3.common.vec_env.dummy_vec_env", "DummyVecEnv", serial=True),
 )
 
 
@@ -132,9 +122,7 @@ class ReplacedVectorEnvs:
         self._made: list[int] = []
         self._losses: list[str] = []
         self._outcomes: list[str] = []
-        self._finder = _AfterImport(
-            {name for kind in kinds for name in (kind.module, kind.ours.partition(":")[0])}, self
-        )
+        self._finder = _AfterImport({_ADAPTER, *(kind.module for kind in kinds)}, self)
         sys.meta_path.insert(0, self._finder)
         self.replace_imported()
         if single:
@@ -142,6 +130,7 @@ class ReplacedVectorEnvs:
 
     def undo(self) -> None:
         """Put the classes of the libraries back; envs that exist stay what they are. A second call does nothing."""
+        self._waiting.clear()
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         while self._replaced:
@@ -177,11 +166,11 @@ class ReplacedVectorEnvs:
             original = getattr(sys.modules.get(kind.module), kind.name, None)
             if original is None:
                 continue
-            module, _, name = kind.ours.partition(":")
-            # Not there yet if the script imports ours, and that the library: then it is replaced a moment later. Or it
-            # is there, and was replaced when it was imported here.
-            ours = getattr(importlib.import_module(module), name, None)
-            if ours is not None and kind in self._waiting:
+            ours: Any = SubprocessVectorEnv
+            if not kind.module.startswith("gymnasium."):
+                # Not there yet if the script imports ours, and that the library: then it is replaced a moment later.
+                ours = getattr(importlib.import_module(_ADAPTER), "SubprocessVecEnv", None)
+            if ours is not None and kind in self._waiting:  # it was replaced already if that import was the first
                 self._waiting.remove(kind)
                 self._put(original, self._stand_in(kind, original, ours))
 
@@ -214,7 +203,7 @@ class ReplacedVectorEnvs:
             "__qualname__": original.__qualname__,
             "__signature__": signature,
             "replaced": (original, self._say),
-            **dict(kind.members),
+            "reward_dtype": np.float32 if kind.serial else np.float64,  # as Stable-Baselines3's
         }
         stand_in = _StandIn(original.__name__, (ours,), members)
         stand_in.register(original)
@@ -231,10 +220,9 @@ class ReplacedVectorEnvs:
                 env = SubprocessEnv(functools.partial(make, *arguments, **named), **self._options).__enter__()
             except UsageError as error:
                 self._say(f"make() returns an env of this process: {_line(error)}")
-            else:
-                self._made.append(1)
-                return env
-            return original(*arguments, **named)
+                return original(*arguments, **named)
+            self._made.append(1)
+            return env
 
         return make
 
@@ -274,7 +262,7 @@ class _StandIn(ABCMeta):
         original, say = cls.replaced
         try:
             return super().__call__(*arguments, **named)
-        except UsageError as error:
+        except (UsageError, TypeError) as error:  # TypeError: as a rule it is no gymnasium.Env
             say(f"{original.__name__} is {original.__module__.partition('.')[0]}'s own here: {_line(error)}")
         return original(*arguments, **named)
 

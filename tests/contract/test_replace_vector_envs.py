@@ -105,6 +105,24 @@ def test_what_cannot_be_kept_is_said_once_with_its_line(caplog: pytest.LogCaptur
     assert "AsyncVectorEnv is gymnasium's own here: A custom `worker` runs" in said[1]
 
 
+class OldEnv:
+    """Has the spaces of an env, and is none of gymnasium's."""
+
+    observation_space, action_space = SmallEnv.observation_space, SmallEnv.action_space
+    metadata: Any = {}  # noqa: RUF012
+    render_mode = spec = None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def test_env_that_multienv_refuses_is_made_by_the_library(caplog: pytest.LogCaptureFixture) -> None:
+    with multienv.replace_vector_envs(serial=True), caplog.at_level(logging.WARNING, "multienv"):
+        envs: Any = gymnasium.vector.SyncVectorEnv([OldEnv])  # type: ignore[list-item]
+        assert type(envs.envs[0]) is OldEnv
+    assert "SyncVectorEnv is gymnasium's own here" in caplog.text
+
+
 def test_env_that_exists_stays_in_the_process(caplog: pytest.LogCaptureFixture) -> None:
     env = SmallEnv()
     with multienv.replace_vector_envs(serial=True), caplog.at_level(logging.WARNING, "multienv"):

@@ -44,6 +44,8 @@ CENSUS = ("tests/unit/test_worker_census.py",)
 ASKED = ("tests/unit/test_worker_asked.py",)
 OUTSIDE = ("tests/invariants/test_3_the_world_outside.py",)
 MAIN_SCRIPT = ("tests/contract/test_main_script.py",)
+RUN = ("tests/cli/test_run.py",)
+REPLACED = ("tests/contract/test_replace_vector_envs.py",)
 SCRIPTS = ("tests/contract/test_scripts_that_async_vector_env_runs.py",)
 SEVEN = "tests/invariants/test_7_nothing_left_behind.py"
 
@@ -1617,6 +1619,54 @@ MUTANTS = [
         "__dict__ = property(lambda _: _Names(_travelled))",
         "",
         SCRIPTS,
+    ),
+    Mutant(
+        "A worker imports a script without a main guard that makes its envs by other libraries' names: it trains, too.",
+        10,
+        "main_module:main_script",
+        'module.rpartition(".")[2] == "__main__" or isinstance(main, UnguardedModule)',
+        'module.rpartition(".")[2] == "__main__"',
+        RUN,
+    ),
+    Mutant(
+        "A class is replaced only in the module that defines it, not where it was imported before.",
+        2,
+        "replacing:_swap",
+        'isinstance(module, ModuleType) and module_name.partition(".")[0] != "multienv"',
+        'module_name == getattr(old, "__module__", "")',
+        REPLACED,
+    ),
+    Mutant(
+        "An env that the script goes on using is replaced by a copy in a worker, without a word.",
+        2,
+        "replacing:_returns_existing_env",
+        "any(isinstance(value, gymnasium.Env) for value in (*used.nonlocals.values(), *used.globals.values()))",
+        "False",
+        REPLACED,
+    ),
+    Mutant(
+        "What cannot be sent to a worker ends a script that runs without multienv.",
+        9,
+        "replacing:_StandIn.__call__",
+        "UsageError, TypeError",
+        "KeyError, IndexError",
+        (*RUN, *REPLACED),
+    ),
+    Mutant(
+        "gymnasium.make() in a worker makes another worker.",
+        10,
+        "replacing:ReplacedVectorEnvs._making",
+        "functools.partial(make, *arguments, **named)",
+        "functools.partial(lambda *args, **kwargs: make(*args, **kwargs), *arguments, **named)",
+        REPLACED,
+    ),
+    Mutant(
+        "A script that is interrupted or raises shows multienv's frames, not its own alone.",
+        9,
+        "run:_show",
+        "shown = traceback.tb_next",
+        "",
+        RUN,
     ),
     Mutant(
         "A report of an env that needs its script cannot be replayed.",
