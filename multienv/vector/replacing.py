@@ -181,13 +181,10 @@ class ReplacedVectorEnvs:
     def _stand_in(self, kind: _Kind, original: Any, ours: Any) -> Any:
         """Return a class with the name and the arguments of the original that does what ours does."""
         signature = inspect.signature(original)
-        known = inspect.signature(ours).parameters
 
         def build(made: Any, *arguments: Any, **named: Any) -> None:
             given = signature.bind(*arguments, **named).arguments
             forks = [given.pop(name) and name for name in ("context", "start_method") if given.get(name) == "fork"]
-            if unknown := given.keys() - known:
-                raise UsageError(f"multienv has no {min(unknown)}=.")
             given["env_fns"] = env_fns = list(given["env_fns"])
             if kind.serial and any(_returns_existing_env(env_fn) for env_fn in env_fns):
                 raise UsageError("It is given an env that exists already, which cannot move to a worker.")
@@ -262,7 +259,7 @@ class _StandIn(ABCMeta):
         original, say = cls.replaced
         try:
             return super().__call__(*arguments, **named)
-        except (UsageError, TypeError) as error:  # TypeError: as a rule it is no gymnasium.Env
+        except (UsageError, TypeError) as error:  # TypeError: an argument is unknown, or the env is no gymnasium.Env
             say(f"{original.__name__} is {original.__module__.partition('.')[0]}'s own here: {_line(error)}")
         return original(*arguments, **named)
 

@@ -62,7 +62,7 @@ if __name__ == "__main__":
     steps, returns = 64, []
     next_obs, _ = envs.reset(seed=1)
     next_obs, next_done = torch.Tensor(next_obs), torch.zeros(4)
-    for iteration in range(25):
+    for iteration in range(15):
         obs, actions, logprobs = torch.zeros(steps, 4, 4), torch.zeros(steps, 4), torch.zeros(steps, 4)
         rewards, dones, values = torch.zeros(steps, 4), torch.zeros(steps, 4), torch.zeros(steps, 4)
         for step in range(steps):
@@ -95,7 +95,7 @@ if __name__ == "__main__":
             (gain - 0.01 * probs.entropy().mean() + 0.5 * value_loss).backward()
             optimizer.step()
     envs.close()
-    assert len(returns) > 50
+    assert len(returns) > 30
     torch.save([agent.state_dict(), returns], sys.argv[2])
 """
 # The form of gymnasium's A2C tutorial: no main guard, a vector wrapper, envs with other arguments each.
@@ -170,7 +170,7 @@ if __name__ == "__main__":
         assert isinstance(env, SubprocVecEnv if kind == "SubprocVecEnv" else DummyVecEnv)
         env = VecNormalize(env)
     model = getattr(stable_baselines3, name)("MlpPolicy", env, seed=5, device="cpu", **arguments)
-    model.learn(3000)
+    model.learn(1500)
     model.get_env().close()
     torch.save([model.policy.state_dict()], file)
 """
@@ -200,7 +200,7 @@ def same_as_alone(folder: Path, *command: str, options: tuple[str, ...] = (), su
         [*run, f"run{suffix}"],
         cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    with Killer(lambda: busy_workers(process.pid), interval=(0.05, 0.2), seed=1):
+    with Killer(lambda: busy_workers(process.pid), interval=(0.1, 0.3), seed=1):
         _, stderr = process.communicate(timeout=100)
     assert process.returncode == 0, stderr
     told = json.loads((folder / "told.json").read_text())

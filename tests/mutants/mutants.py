@@ -1653,14 +1653,6 @@ MUTANTS = [
         (*RUN, *REPLACED),
     ),
     Mutant(
-        "gymnasium.make() in a worker makes another worker.",
-        10,
-        "replacing:ReplacedVectorEnvs._making",
-        "functools.partial(make, *arguments, **named)",
-        "functools.partial(lambda *args, **kwargs: make(*args, **kwargs), *arguments, **named)",
-        REPLACED,
-    ),
-    Mutant(
         "A script that is interrupted or raises shows multienv's frames, not its own alone.",
         9,
         "run:_show",
