@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from multienv.envs.async_env import AsyncEnv
     from multienv.envs.ray_env import RayEnv, create_ray_envs
     from multienv.vector.ray_vector_env import RayVectorEnv
+    from multienv.vector.replacing import ReplacedVectorEnvs, replace_vector_envs
 
 __all__ = [
     "AsyncEnv",
@@ -62,6 +63,7 @@ __all__ = [
     "RayVectorEnv",
     "Recovery",
     "Recycled",
+    "ReplacedVectorEnvs",
     "ResetWith",
     "RestartPolicy",
     "SerialEnv",
@@ -79,6 +81,7 @@ __all__ = [
     "flat_statistics",
     "has_native_extension",
     "make_vec",
+    "replace_vector_envs",
     *_errors,
 ]
 
@@ -86,12 +89,14 @@ __all__ = [
 #: Whether the native extension was built and is used; the page *Speed and layout* says what it does.
 has_native_extension: bool = _native is not None
 
-# Imported when first asked for: workers and most trainers need no asyncio and no cluster.
+# Imported when first asked for: workers and most trainers need no asyncio, no cluster, and replace nothing.
 _LATER = {
     "AsyncEnv": "multienv.envs.async_env",
     "RayEnv": "multienv.envs.ray_env",
     "RayVectorEnv": "multienv.vector.ray_vector_env",
+    "ReplacedVectorEnvs": "multienv.vector.replacing",
     "create_ray_envs": "multienv.envs.ray_env",
+    "replace_vector_envs": "multienv.vector.replacing",
 }
 
 # The errors and the constant stay what they are.

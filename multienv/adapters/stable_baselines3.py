@@ -18,7 +18,8 @@ from multienv.events import Statistics
 from multienv.vector.vector_env import SubprocessVectorEnv
 
 try:
-    from stable_baselines3.common.vec_env import VecEnv
+    # Where it is defined: `multienv run` imports this module while Stable-Baselines3 is being imported.
+    from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 except ImportError as missing:
     raise ImportError(
         f'multienv.adapters.stable_baselines3 needs {missing.name}: pip install "multienv-rl[sb3]"',
@@ -71,6 +72,8 @@ class SubprocessVecEnv(VecEnv):
         UsageError: An argument is invalid.
     """
 
+    # That of DummyVecEnv.
+    reward_dtype: type = np.float32
     # Of VecEnv, for the next reset.
     _seeds: Sequence[int | None]
     _options: list[dict[str, Any]]
@@ -141,7 +144,7 @@ class SubprocessVecEnv(VecEnv):
         self._resumes = True
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
-        """Collect observations, rewards (float32), dones and infos."""
+        """Collect observations, rewards (of ``reward_dtype``), dones and infos."""
         if self._taken is None:
             # Stored as soon as it is returned: whatever interrupts what follows, the next call has it.
             self._taken = self.vector_env.step_wait()
@@ -156,7 +159,7 @@ class SubprocessVecEnv(VecEnv):
         if self._resumes:
             for info in told:
                 info["multienv"] = {**info.get("multienv", {}), "resumed": True}
-        returned = observations, rewards.astype(np.float32), dones, told
+        returned = observations, rewards.astype(self.reward_dtype), dones, told
         # No call comes after this: an interruption would lose the transition.
         self.reset_infos, self._resumes, self._taken = begun, False, None
         return returned

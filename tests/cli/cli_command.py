@@ -12,7 +12,7 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 import multienv
-from multienv.cli import app
+from multienv.cli.commands import app
 
 ODD_ENVS = Path(__file__).with_name("odd_envs.py")
 

@@ -11,7 +11,8 @@ from cli_command import ODD_ENVS, run, run_process
 from typer.testing import CliRunner
 
 from kit import Fault, FaultyEnv
-from multienv.cli import app, measuring
+from multienv.cli import measuring
+from multienv.cli.commands import app
 
 SHORT = ("--seconds", "0.02", "--repeats", "2")
 

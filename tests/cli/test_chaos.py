@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import multienv
 from kit import CounterEnv, NondeterministicEnv
-from multienv.cli import app
+from multienv.cli.commands import app
 
 
 @pytest.fixture(autouse=True)
@@ -118,9 +118,9 @@ def test_what_differs_silently_after_a_kill_is_told_and_nothing_else_is_on_stdou
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "multienv.cli")
+    monkeypatch.delitem(sys.modules, "multienv.cli.commands", raising=False)
     with pytest.raises(SystemExit, match=r'pip install "multienv-rl\[cli\]"'):
-        import multienv.cli  # noqa: F401
+        import multienv.cli.commands  # noqa: F401
 
 
 def test_every_command_has_help_with_an_example_and_the_version_is_told() -> None:

@@ -32,7 +32,7 @@ from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, kill_worker, reports_wri
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.reports.read import load
-from multienv.cli import app
+from multienv.cli.commands import app
 from multienv.cli.env_functions import named
 from multienv.errors import UsageError, WorkerLostError
 

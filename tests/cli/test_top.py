@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from kit import CounterEnv
 from kit.trainer_process import PATH, Trainer
 from multienv import SubprocessEnv
-from multienv.cli import app
+from multienv.cli.commands import app
 from multienv.cli.onlooker import TrainerView
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what processes do is read from /proc")

@@ -47,6 +47,8 @@ DOCTOR = ("tests/cli/test_doctor.py",)
 BENCH = ("tests/cli/test_bench.py",)
 CONFORMANCE = ("tests/unit/test_testing_conformance.py",)
 MAIN_SCRIPT = ("tests/contract/test_main_script.py",)
+RUN = ("tests/cli/test_run.py",)
+REPLACED = ("tests/contract/test_replace_vector_envs.py",)
 SCRIPTS = ("tests/contract/test_scripts_that_async_vector_env_runs.py",)
 PRELOAD = ("tests/contract/test_preload.py",)
 MONITOR = ("tests/faults/test_monitor.py",)
@@ -1771,6 +1773,46 @@ MUTANTS = [
         "__dict__ = property(lambda _: _Names(_travelled))",
         "",
         SCRIPTS,
+    ),
+    Mutant(
+        "A worker imports a script without a main guard that makes its envs by other libraries' names: it trains, too.",
+        10,
+        "main_module:main_script",
+        'module.rpartition(".")[2] == "__main__" or isinstance(main, UnguardedModule)',
+        'module.rpartition(".")[2] == "__main__"',
+        RUN,
+    ),
+    Mutant(
+        "A class is replaced only in the module that defines it, not where it was imported before.",
+        2,
+        "replacing:_swap",
+        'isinstance(module, ModuleType) and module_name.partition(".")[0] != "multienv"',
+        'module_name == getattr(old, "__module__", "")',
+        REPLACED,
+    ),
+    Mutant(
+        "An env that the script goes on using is replaced by a copy in a worker, without a word.",
+        2,
+        "replacing:_returns_existing_env",
+        "any(isinstance(value, gymnasium.Env) for value in (*used.nonlocals.values(), *used.globals.values()))",
+        "False",
+        REPLACED,
+    ),
+    Mutant(
+        "What cannot be sent to a worker ends a script that runs without multienv.",
+        9,
+        "replacing:_StandIn.__call__",
+        "UsageError, TypeError",
+        "KeyError, IndexError",
+        (*RUN, *REPLACED),
+    ),
+    Mutant(
+        "A script that is interrupted or raises shows multienv's frames, not its own alone.",
+        9,
+        "run:_show",
+        "shown = traceback.tb_next",
+        "",
+        RUN,
     ),
     Mutant(
         "A report of an env that needs its script cannot be replayed.",

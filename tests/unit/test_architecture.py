@@ -231,8 +231,8 @@ def test_the_core_imports_nothing_but_its_dependencies():
 
 NAMES = {
     "AsyncEnv", "AsyncSubprocessEnvManager", "AutoResetWrapper", "BatchOptions", "Deadlines", "EnvManagerConfig", "Fragment", "Loss", "MultiEnv", "RayEnv",
-    "RayOptions", "RayVectorEnv", "Recovery", "Recycled", "ResetWith", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
-    "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "WorkerOptions", "create_ray_envs", "create_subprocess_envs", "flat_statistics", "has_native_extension", "make_vec",
+    "RayOptions", "RayVectorEnv", "Recovery", "Recycled", "ReplacedVectorEnvs", "ResetWith", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
+    "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "WorkerOptions", "create_ray_envs", "create_subprocess_envs", "flat_statistics", "has_native_extension", "make_vec", "replace_vector_envs",
 }  # fmt: skip
 
 
@@ -243,7 +243,13 @@ def test_the_public_names_are_these_and_the_errors():
 
 
 def test_public_things_say_where_they_are_imported_from():
-    later = [multienv.AsyncEnv, multienv.RayEnv, multienv.RayVectorEnv, multienv.create_ray_envs]
+    later = [
+        multienv.AsyncEnv,
+        multienv.RayEnv,
+        multienv.RayVectorEnv,
+        multienv.create_ray_envs,
+        multienv.ReplacedVectorEnvs,
+    ]
     things = [getattr(multienv, name) for name in NAMES - {"has_native_extension"}]
     assert [thing for thing in [*things, *later] if thing.__module__ != "multienv"] == []
     for module in (multienv.errors, multienv.testing):

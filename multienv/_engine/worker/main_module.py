@@ -30,7 +30,10 @@ from multienv.errors import UsageError
 # How the script is called where it is imported: no code below `if __name__ == "__main__":` runs then.
 IMPORTED = "__mp_main__"
 _lock = threading.RLock()
-_NO_FILE = "The main script is no file that could be imported here (a notebook, python -c, standard input)."
+_NO_FILE = (
+    "The main script is no file that could be imported here (a notebook, python -c, standard input), or has no "
+    "`if __name__ == '__main__':`."
+)
 # For what cannot be pickled.
 REMEDY = (
     "build what it needs inside the function, or in the env's constructor; or move what uses it to a module, which the "
@@ -41,6 +44,13 @@ REMEDY = (
 # --- in the trainer -------------------------------------------------------------------------------
 
 
+class UnguardedModule(ModuleType):
+    """Is the ``__main__`` of a script for ``multienv run`` without a main guard: workers must not import it.
+
+    The script makes its envs by the names of other libraries, so nothing would keep a worker from training, too.
+    """
+
+
 def main_script() -> MainScript:
     """Describe this process's main script: how to import it, and the names that it has defined so far."""
     main = sys.modules.get("__main__")
@@ -48,7 +58,8 @@ def main_script() -> MainScript:
         return _script
     names = tuple(name for name in vars(main) if not _is_special(name))
     module = getattr(getattr(main, "__spec__", None), "name", None) or ""
-    if module.rpartition(".")[2] == "__main__":  # of a package or an archive, which as a rule has no guard
+    # That of a package or an archive has no guard, as a rule.
+    if module.rpartition(".")[2] == "__main__" or isinstance(main, UnguardedModule):
         return MainScript(names=names)
     file = getattr(main, "__file__", None)
     return MainScript(os.path.abspath(file) if isinstance(file, str) else "", module, names)  # noqa: PTH100 - as it is
