@@ -14,7 +14,7 @@ from contract_envs import DictEnv
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import iterate
 
-from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, first_difference, kill_worker
+from kit import CounterEnv, Fault, FaultyEnv, ForkingPolicy, SpaceEnv, TokenSpace, first_difference, kill_worker
 from kit.gates import GO, WAIT, GateEnv
 from kit.side_by_side import info_of
 from multienv import RestartPolicy, SubprocessVectorEnv
@@ -84,7 +84,7 @@ def test_each_env_returns_what_it_returns_in_step(env_fns: Any, mode: str) -> No
             envs.reset(seed=3)
 
 
-@pytest.mark.parametrize("policy", [RestartPolicy(snapshot_every=5), RestartPolicy(snapshots=False)], ids=str)
+@pytest.mark.parametrize("policy", [ForkingPolicy(snapshot_every=5), RestartPolicy(snapshots=False)], ids=str)
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 @pytest.mark.parametrize("env_fns", [ENV_FNS, WITHOUT_ROWS], ids=["box", "without rows"])
 def test_each_env_returns_what_it_returns_in_step_while_the_worker_is_killed(

@@ -21,8 +21,8 @@ import pytest
 from faces import Face
 from invariant_envs import DrawingEnv
 
-from kit import descendants, first_difference, monitor_pid
-from multienv import Deadlines, Recovery, RestartPolicy
+from kit import ForkingPolicy, descendants, first_difference, monitor_pid
+from multienv import Deadlines, Recovery
 
 STRIKES = int(os.environ.get("NEMESIS", "5"))
 # Strikes that one request meets at most: an env whose way back meets more is given up, and truncated.
@@ -127,10 +127,13 @@ def recoveries_of(events: list[Any]) -> list[Recovery]:
     ("kind", "rung"),
     [("subprocess_env", "journal"), ("multi_env", "snapshot"), ("vector_env", "journal"), ("async_env", "snapshot")],
 )
-def test_whatever_happens_to_processes_the_trajectory_is_the_quiet_one(kind: str, rung: str) -> None:
+def test_whatever_happens_to_processes_the_trajectory_is_the_quiet_one(
+    kind: str, rung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     env_fns = [partial(DrawingEnv, horizon=9, count_episodes=False)] * 3
     # A worker that is crashed several times in the same request by chance is not to count as poisoned.
-    policy = RestartPolicy(snapshots=rung == "snapshot", snapshot_every=4, backoff=0.0, poison_after=MOST + 1)
+    monkeypatch.setattr("multienv._engine.recovery.policy.POISON_AFTER", MOST + 1)
+    policy = ForkingPolicy(snapshots=rung == "snapshot", snapshot_every=4, backoff=0.0)
     events: list[Any] = []
     with Face(kind, env_fns, restart=policy, deadlines=DEADLINES, hooks=[events.append], reports="") as face:
         with Nemesis(face, seed=len(kind) + len(rung)) as nemesis:
