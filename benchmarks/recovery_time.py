@@ -27,6 +27,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv._engine.recovery.policy import ForkingPolicy
 from multienv._engine.reports.store import being_written
 from multienv.envs.subprocess_env import close_all
 from multienv.events import Event, Recovery
@@ -216,7 +217,7 @@ def main() -> None:
     policies = {
         "as it comes": RestartPolicy(),
         "by the journal alone": RestartPolicy(snapshots=False),
-        "with a snapshot every 64 steps": RestartPolicy(snapshot_every=64),
+        "with a snapshot every 64 steps": ForkingPolicy(snapshot_every=64),
     }
     # Reports are written as they come, and not among those of real losses.
     with tempfile.TemporaryDirectory() as os.environ["MULTIENV_REPORTS"]:

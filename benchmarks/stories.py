@@ -182,8 +182,10 @@ def cart_pole(most_steps: int = 500) -> Callable[[], Any]:
 def one_env(**policy: Any) -> Iterator[Any]:
     """Make an env, and begin an episode."""
     import multienv
+    from multienv._engine.recovery.policy import ForkingPolicy
 
-    env = multienv.SubprocessEnv(cart_pole(), restart=multienv.RestartPolicy(**policy)).initialize()
+    restart = ForkingPolicy(**{"snapshot_every": 0, **policy})
+    env = multienv.SubprocessEnv(cart_pole(), restart=restart).initialize()
     try:
         env.reset(seed=0)
         walk(env, 3)

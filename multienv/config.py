@@ -71,16 +71,11 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]}=…?" if near else ""
 
 
-class Named:
-    """Shows only the options that are not as they are by default."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        """Return the call that makes the same; in a signature ``RestartPolicy()`` says more than all its values."""
-        values = [(field, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
-        chosen = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
-        return f"{type(self).__name__}({chosen})"
+def chosen_options(options: Any) -> str:
+    """Return the call that makes the same; in a signature ``RestartPolicy()`` says more than all its values."""
+    values = [(field, getattr(options, field.name)) for field in fields(options)]
+    chosen = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
+    return f"{type(options).__name__}({chosen})"
 
 
 def check_seconds(name: str, value: float | None, *, zero: bool = False, words: str = "", needed: bool = False) -> None:
@@ -141,7 +136,7 @@ def checked_options(options: Any, count: int) -> list[dict[str, Any] | None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Deadlines(Named):
+class Deadlines:
     """Says how long an env may take for one request, in seconds; ``None`` means no limit.
 
     A process that has not answered by its deadline counts as hung: multienv records its Python stack and kills it.
@@ -171,6 +166,8 @@ class Deadlines(Named):
     close: float = 5.0
     recovery: float | None = 120.0
 
+    __repr__ = chosen_options
+
     def __post_init__(self) -> None:
         """Raise UsageError unless all values are numbers of seconds."""
         for name in (one.name for one in fields(self)):
@@ -182,7 +179,7 @@ class Deadlines(Named):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RestartPolicy(Named):
+class RestartPolicy:
     """Says what happens when a worker is lost, and how often.
 
     ``"replay"`` recovers the same episode and verifies it; if no recovery that ``accept`` allows succeeds, the episode
@@ -205,7 +202,6 @@ class RestartPolicy(Named):
         backoff: Seconds to wait before the second restart in a row without progress. The wait doubles with each further
             restart, up to 10 s, with jitter. The first restart is immediate. A build that raises is tried again after
             such pauses.
-        poison_after: How many processes the same request may kill before it counts as poison.
         journal_limit: Bytes of memory for the journal of each env. A replay needs the journal: it begins with the
             construction of the env while that is affordable, or nothing else is possible (in the first episode), later
             with one of the env's own resets, about two episodes back, however long the run is. An episode that exceeds
@@ -213,9 +209,9 @@ class RestartPolicy(Named):
             of the worker are recovered. With 0 and a policy that never replays, crash reports have no journal either.
         replay_limit: Seconds of env time that a replay may take for each env, including resets, calls and renderings.
         snapshots: Workers fork themselves now and then (Linux only), and a lost worker is recovered from its frozen
-            copy, exactly, for any kind of env. An env that has something outside its memory (threads, sockets, a
-            database, a GPU) has no snapshots; ``statistics().no_snapshots`` says why.
-        snapshot_every: Steps between two snapshots; ``None`` finds a good number: at most 1 % of the env's time.
+            copy, exactly, for any kind of env. They take at most 1 % of the env's time; once workers are lost, as much
+            as pays (``statistics().snapshot_seconds``). An env that has something outside its memory (threads, sockets,
+            a database, a GPU) has no snapshots; ``statistics().no_snapshots`` says why.
         recycle_after_steps: Replace a process after this many steps, for simulators that leak. Between two episodes,
             the old process ends, and a new one begins the next episode; nothing is replayed. The random generators go
             on, so the trajectory changes only if the env remembers earlier episodes. During an episode (and always with
@@ -236,14 +232,14 @@ class RestartPolicy(Named):
     accept: Literal["replayed", "exact"] = "replayed"
     max_restarts: int = 10_000
     backoff: float = 0.1
-    poison_after: int = 2
     journal_limit: int = 16 * 2**20
     replay_limit: float = 10.0
     snapshots: bool = True
-    snapshot_every: int | None = None
     recycle_after_steps: int | None = None
     recycle_after_episodes: int | None = None
     max_rss: int | None = None
+
+    __repr__ = chosen_options
 
     def __post_init__(self) -> None:
         """Raise UsageError for an unknown action or a number out of range."""
@@ -253,9 +249,9 @@ class RestartPolicy(Named):
                 raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; choose one of {choices}.")
         for name in ("backoff", "replay_limit"):
             check_seconds(f"RestartPolicy.{name}", getattr(self, name), zero=True, needed=True)
-        for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0)):
+        for name, least in (("max_restarts", 0), ("journal_limit", 0)):
             self._check_integer(name, least)
-        for name in ("snapshot_every", "recycle_after_steps", "recycle_after_episodes", "max_rss"):
+        for name in ("recycle_after_steps", "recycle_after_episodes", "max_rss"):
             if getattr(self, name) is not None:
                 self._check_integer(name, 1)
         if self.max_rss is not None and self.max_rss < _LEAST_RSS:
@@ -282,7 +278,7 @@ class RestartPolicy(Named):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RayOptions(Named):
+class RayOptions:
     """Says how envs run on a Ray cluster. A *host* is an actor on a node, with its own monitor and workers.
 
     Args:
@@ -309,6 +305,8 @@ class RayOptions(Named):
     runtime_env: Mapping[str, Any] | None = field(default=None, hash=False)
     suspect_after: float = 10.0
     placement_timeout: float = 60.0
+
+    __repr__ = chosen_options
 
     def __post_init__(self) -> None:
         """Raise UsageError for a value that makes no sense."""

@@ -138,6 +138,8 @@ class Statistics:
         snapshots: Snapshots that the present process has forked; the newest is kept.
         no_snapshots: Why the process takes no snapshots at present: what it has outside its memory, such as
             ``"threads"``, ``"sockets"`` or ``"files"``, or ``"the fork failed"``; ``""`` if it takes some.
+        snapshot_seconds: Seconds of the envs' time between two snapshots at present: the longer a snapshot takes, the
+            more; the more often workers are lost, the less. ``None``: not known yet.
         rss: Resident memory of the worker in bytes; ``None`` if it cannot be read.
         last_loss: The last loss, or ``None``.
         last_recovery: The outcome of the last loss, or ``None``.
@@ -168,6 +170,7 @@ class Statistics:
     journal_bytes: int
     snapshots: int
     no_snapshots: str
+    snapshot_seconds: float | None
     rss: int | None
     last_loss: Loss | None
     last_recovery: Recovery | None

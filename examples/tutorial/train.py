@@ -24,7 +24,7 @@ def make_envs(kind):
         return gymnasium.vector.SyncVectorEnv([partial(Drone, bugs=False)] * NUM_ENVS)
     if kind == "async":
         return gymnasium.vector.AsyncVectorEnv([Drone] * NUM_ENVS)
-    restart = RestartPolicy(snapshot_every=500, max_rss=100 * 2**20)
+    restart = RestartPolicy(max_rss=100 * 2**20)
     return SubprocessVectorEnv(
         [Drone] * NUM_ENVS,
         envs_per_worker=1,

@@ -41,7 +41,6 @@ def chaos(
     step_deadline: Annotated[float, typer.Option(help="Seconds after which a step counts as hung.")] = 0.5,
     reset_deadline: Annotated[float, typer.Option(help="The same for a reset.")] = 5.0,
     pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two signals, in seconds.")] = 0.05,
-    snapshot_every: Annotated[int | None, typer.Option(min=1, help="Steps between two snapshots.")] = None,
     snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or only by replay.")] = True,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -81,7 +80,7 @@ def chaos(
                 manners=("SIGKILL", "SIGSEGV", "SIGSTOP"),
                 interval=(0.0, pause),
                 hooks=[note],
-                restart=RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=MANY_RESTARTS),
+                restart=RestartPolicy(snapshots=snapshots, max_restarts=MANY_RESTARTS),
                 deadlines=Deadlines(step=step_deadline, reset=reset_deadline),
             )
         except MultienvError as error:

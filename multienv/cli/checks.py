@@ -25,8 +25,10 @@ from rich.filesize import decimal
 from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.cores import cores
 from multienv._engine.recovery.journal import AFFORDABLE
+from multienv._engine.recovery.policy import ForkingPolicy
 from multienv._engine.recovery.verification import is_comparable
 from multienv._engine.reports.texts import foreign_frames
+from multienv._engine.worker.snapshots import interval_for
 from multienv.cli.env_functions import arguments_advice
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
@@ -75,8 +77,8 @@ _TIMES_THE_SLOWEST, _LEAST_DEADLINE = 10.0, 1.0
 _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 # About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
-# To measure a snapshot: number of blocks, and steps of each. And the least number of steps to recommend between two.
-_BLOCKS, _BLOCK, _LEAST_EVERY = 9, 5, 20
+# Snapshots whose time is measured.
+_FORKS = 5
 # From this many seconds on, a start is slow enough to advise a preload.
 _LONG_START = 3.0
 # Things outside that are shown, and what follows from each kind.
@@ -151,7 +153,6 @@ class Patient:
             exact.
         start: Seconds that a worker took to build the env.
         memory: Bytes of a worker that has just built the env.
-        snapshot_every: The recommended option of RestartPolicy; 0: none.
         recycling: The options of RestartPolicy that help against the env's leaks.
         steps: How many it has taken in all workers.
         crashed, hung: How often the env itself crashed or hung; the doctor's own strikes do not count.
@@ -181,7 +182,6 @@ class Patient:
     ways: dict[str, Outcome] = field(default_factory=dict)
     start: float = 0.0
     memory: int = 0
-    snapshot_every: int = 0
     recycling: list[str] = field(default_factory=list)
     steps: int = 0
     crashed: int = 0
@@ -621,7 +621,7 @@ def outside(patient: Patient) -> Row:
 
 def forks(patient: Patient) -> Row:
     """Kill the worker with SIGKILL after it has forked a snapshot of itself."""
-    struck = strike(patient, RestartPolicy(snapshot_every=max(1, patient.first.steps // 4)))
+    struck = strike(patient, ForkingPolicy(snapshot_every=max(1, patient.first.steps // 4)))
     recovery, patient.obstacle = struck.recovery, struck.statistics.no_snapshots
     if recovery.method == "snapshot":
         patient.ways["snapshot"] = struck.outcome
@@ -753,48 +753,24 @@ def _usage(env: SubprocessEnv) -> dict[str, int]:
 
 
 def snapshots(patient: Patient) -> Row | None:
-    """Measure what a snapshot costs, if the env crashes or hangs by itself, and find how often they are worth it.
-
-    With n steps between two snapshots, and F between two faults, each step costs 1/n of a snapshot, and n / (2 F) steps
-    that are repeated. Both together cost the least if n² is 2 F times the steps that fit into the time of a snapshot.
-    A fault that strikes in a repeat costs time: the next copy is woken.
-    """
+    """Measure what a snapshot costs, if the env crashes or hangs by itself, and tell how often workers take one."""
     if not patient.own_faults or patient.obstacle or "differs" in patient.ways.values():
         return None
-    with_each = _block_seconds(patient, RestartPolicy(snapshot_every=_BLOCK, max_restarts=_MOST_LOSSES))
-    if not with_each:
+    costs = []
+    with patient.worker() as env, contextlib.suppress(UsageError):  # it cannot be forked
+        env.reset(seed=SEED)
+        for _ in range(_FORKS):
+            began = time.perf_counter()
+            env.snapshot()
+            costs.append(time.perf_counter() - began)
+    if not costs:
         return None
-    without = _block_seconds(patient, RestartPolicy(snapshots=False, max_restarts=_MOST_LOSSES))
-    if not without:
-        return None
-    cost = max(0.0, with_each / without - 1) * _BLOCK  # in steps
-    between_faults = patient.steps / (patient.crashed + patient.hung)
-    cheapest = min(math.sqrt(2 * between_faults * cost), between_faults)
-    patient.snapshot_every = every = _rounded_down(max(_LEAST_EVERY, cheapest))
-    means = f"each takes as long as {cost:.0f} steps. A crash or hang comes about once in {between_faults:,.0f}: one "
-    means += f"every {every:,} is best, and slows the steps down by {cost / every:.0%}"
+    cost, step = float(np.median(costs)), patient.first.seconds / patient.first.steps
+    faults = patient.steps / (patient.crashed + patient.hung)
+    interval = interval_for(cost, faults * step)
+    means = f"each takes {duration(cost)}. A crash or hang comes about once in {faults:,.0f} steps: after the first "
+    means += f"one, workers take a snapshot every {max(1, interval / step):,.0f}, which is best"
     return Row("ok", means)
-
-
-def _block_seconds(patient: Patient, policy: RestartPolicy) -> float:
-    """Return the time that a block of steps takes, a snapshot included; 0.0: not known, or there was no snapshot."""
-    found, ends = Walk(), []
-
-    def before_step(step: int) -> None:
-        if step % _BLOCK == 0:
-            ends.append(found.seconds)
-
-    with patient.worker(restart=policy, reports="") as env:
-        walk(env, _BLOCKS * _BLOCK + 1, before_step=before_step, found=found)
-        if len(ends) < 2 or (policy.snapshots and not env.statistics().snapshots):
-            return 0.0
-    return float(np.median(np.diff(ends)))  # a loss makes only its own block longer
-
-
-def _rounded_down(steps: float) -> int:
-    """Return 20, 50, 100, 200, 500 and so on: the largest that is not larger."""
-    unit: int = 10 ** math.floor(math.log10(steps))
-    return next(factor * unit for factor in (5, 2, 1) if factor * unit <= steps)
 
 
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
@@ -934,8 +910,6 @@ def options_for(patient: Patient) -> str:
         restart += ['on_crash="truncate"', 'on_timeout="truncate"']
     elif patient.ways.get("snapshot") == "differs":
         restart += ["snapshots=False"]
-    elif patient.snapshot_every:
-        restart += [f"snapshot_every={patient.snapshot_every:_}"]
     if patient.ways.get("journal") == "strayed":
         restart += ['accept="exact"']
     if patient.ways.get("journal") in ("exact", "replayed") and _outgrows_replays(patient):

@@ -46,7 +46,7 @@ def counts(result: Result, of: str) -> dict[str, int]:
 
 def test_a_deterministic_env(reports: Path) -> None:
     few = ("Counter-v0", "--kills", "8", "--num-envs", "3", "--pause", "0.03")
-    result = chaos(*few, "--snapshot-every", "5")
+    result = chaos(*few)
     assert result.exit_code == 0, result.output
     # On a busy machine the kills may follow each other so soon that no episode ends, and no snapshot is taken.
     ends = r"(no end of an episode|1 end of an episode|\d+ ends of episodes)"
@@ -107,7 +107,7 @@ def test_what_differs_silently_after_a_kill_is_told_and_nothing_else_is_on_stdou
 ) -> None:
     """That a process was forked shows in the very step that it was killed in, which nothing can be held against."""
     monkeypatch.setattr("multienv.testing.recovery_check.ENOUGH_MISMATCHES", 1)
-    result = chaos(f"{ODD_ENVS}:Forked", "--kills", "60", "--num-envs", "1", "--snapshot-every", "1", "--json")
+    result = chaos(f"{ODD_ENVS}:Forked", "--kills", "60", "--num-envs", "1", "--json")
     assert result.exit_code == 1, result.output
     told = json.loads(result.stdout)
     assert told["mismatches"]

@@ -35,6 +35,7 @@ from kit import (
     CounterEnv,
     Fault,
     FaultyEnv,
+    ForkingPolicy,
     SlowEnv,
     assert_same_trajectory,
     first_difference,
@@ -235,7 +236,7 @@ def test_stale_answer_of_a_woken_snapshot_is_not_taken_for_that_to_a_later_reque
     """It arrives twice, the second time after the snapshot was asked for more."""
     told: list[Any] = []
     _cluster, options = clusters.make()
-    with RayEnv(partial(CounterEnv, horizon=None), ray=options, restart=RestartPolicy(snapshot_every=1)) as env:
+    with RayEnv(partial(CounterEnv, horizon=None), ray=options, restart=ForkingPolicy(snapshot_every=1)) as env:
         env.reset(seed=5)
         env.step(1)
         env.step(1)
@@ -255,7 +256,7 @@ def test_trainer_learns_that_an_env_has_asked_outside_after_its_snapshot(cluster
     events: list[Any] = []
     _, options = clusters.make()
     env_fn = partial(WritingEnv, horizon=None)
-    with RayEnv(env_fn, ray=options, restart=RestartPolicy(snapshot_every=4), hooks=[events.append]) as env:
+    with RayEnv(env_fn, ray=options, restart=ForkingPolicy(snapshot_every=4), hooks=[events.append]) as env:
         env.reset(seed=5)
         for step in range(6):
             if step == 5:
@@ -476,7 +477,7 @@ class Played:
         self.schedule = diced(self.seeds[0], 0.1, RANDOM_FAULTS)
         cluster, options = self._clusters.make(self._fault, suspect_after=1.5)
         seed = self.seeds[0]
-        policy = RestartPolicy(snapshot_every=dice.choice([1, 3, None]), backoff=0.0)
+        policy = ForkingPolicy(snapshot_every=dice.choice([0, 1, 3]), backoff=0.0)
         try:
             with RayEnv(partial(CounterEnv, horizon=7), ray=options, restart=policy) as env:
                 self.env, self.twin = env, CounterEnv(horizon=7)

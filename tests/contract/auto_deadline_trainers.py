@@ -9,7 +9,8 @@ from typing import Any
 
 from contract_envs import SLOW, UnevenEnv
 
-from multienv import RestartPolicy, SubprocessEnv
+from kit import ForkingPolicy
+from multienv import SubprocessEnv
 from multienv._engine.recovery import deadlines as limits
 
 
@@ -26,7 +27,7 @@ class ToldEnv(UnevenEnv):
 def step_slowly(directory: str) -> None:
     """Take a slow step after many quick ones, with deadlines of 4 s."""
     limits.LEAST = 4.0
-    with SubprocessEnv(partial(ToldEnv, Path(directory)), restart=RestartPolicy(snapshot_every=1)) as env:
+    with SubprocessEnv(partial(ToldEnv, Path(directory)), restart=ForkingPolicy(snapshot_every=1)) as env:
         env.reset(seed=5)
         for _ in range(70):
             env.step(0)

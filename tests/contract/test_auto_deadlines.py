@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from contract_envs import HANGS, HANGS_ONCE, SLOW, UnevenEnv
 
-from kit import CounterEnv, Fault, FaultyEnv, first_difference
+from kit import CounterEnv, Fault, FaultyEnv, ForkingPolicy, first_difference
 from kit.limits import limit, set_limit
 from kit.trainer_process import Trainer
 from multienv import (
@@ -45,7 +45,7 @@ def hang_once(directory: Path, observations: Any) -> Any:
     return np.array([0, HANGS_ONCE, 0])
 
 
-FORKS = RestartPolicy(snapshot_every=20)
+FORKS = ForkingPolicy(snapshot_every=20)
 REPLAYS = RestartPolicy(snapshots=False)
 
 
@@ -106,7 +106,7 @@ def test_an_env_that_is_merely_slow_is_waited_for_and_known_to_be_slow(
 
 @pytest.mark.parametrize("on_timeout", ["replay", "truncate", "raise"])
 def test_an_env_that_is_merely_slow_and_cannot_be_recovered_keeps_its_episode(on_timeout: Any, tmp_path: Path) -> None:
-    policy = RestartPolicy(snapshots=on_timeout != "replay", snapshot_every=20, on_timeout=on_timeout)
+    policy = ForkingPolicy(snapshots=on_timeout != "replay", snapshot_every=20, on_timeout=on_timeout)
     with SubprocessEnv(partial(ChanceAndUneven, tmp_path), restart=policy) as env:
         env.reset(seed=5)
         truncated = [env.step(action)[3] for action in [0] * 70 + [SLOW, 0, SLOW]]

@@ -24,6 +24,7 @@ from kit import (
     CounterEnv,
     Fault,
     FaultyEnv,
+    ForkingPolicy,
     SlowEnv,
     SpaceEnv,
     TokenSpace,
@@ -172,7 +173,7 @@ def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(
 ) -> None:
     """Whether the trainer sees the answer or is woken by a byte."""
     set_limit(monkeypatch, "SPINS", spins)
-    with face(ENV_FNS, restart=RestartPolicy(snapshot_every=5)) as envs:
+    with face(ENV_FNS, restart=ForkingPolicy(snapshot_every=5)) as envs:
         killer, calls = Killer(envs, seed=1), iter(range(10_000))
         found = at_own_pace(envs, 60, 1, between=lambda: next(calls) % 20 == 7 and killer.strike())
         assert first_difference(found, in_step("NextStep", 60)) is None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, example_spaces, first_difference
+from kit import CounterEnv, Fault, FaultyEnv, ForkingPolicy, SpaceEnv, example_spaces, first_difference
 from kit.policies import Fails, Linear, Sampling, constant, telling
 from kit.side_by_side import expect_same
 from multienv import (
@@ -170,7 +170,7 @@ def _ones(most: int, observations: Any) -> Any:
 
 
 def test_a_worker_that_makes_rollouts_alone_takes_snapshots_and_forgets_what_is_far_back() -> None:
-    restart = RestartPolicy(snapshot_every=16, journal_limit=4000)
+    restart = ForkingPolicy(snapshot_every=16, journal_limit=4000)
     with SubprocessVectorEnv([CounterEnv] * 2, envs_per_worker=2, restart=restart) as envs:
         envs.reset(seed=1)
         for _ in range(40):

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from contract_envs import TableEnv
 
-from kit import kill_worker, no_leaks, reports_written
+from kit import ForkingPolicy, kill_worker, no_leaks, reports_written
 from kit.makers import manager, multi_env, one_each
 from multienv import (
-    RestartPolicy,
     SubprocessEnv,
     SubprocessVectorEnv,
 )
@@ -68,7 +67,7 @@ def test_each_env_has_its_own_and_what_it_shares() -> None:
 def test_a_replacement_is_built_from_it_and_nothing_shows_what_another_env_has_written(
     context: str, snapshots: bool
 ) -> None:
-    restart = RestartPolicy(snapshots=snapshots, snapshot_every=2 if snapshots else None)
+    restart = ForkingPolicy(snapshots=snapshots, snapshot_every=2)
     with one_each([lambda: TableEnv(TABLE)] * 2, context=context, restart=restart) as envs:
         start = envs.reset(seed=0)[0][:, 0]
         assert list(start) == [TABLE[0]] * 2

@@ -14,7 +14,7 @@ from contract_envs import DictEnv
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import iterate
 
-from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, first_difference, kill_worker
+from kit import CounterEnv, Fault, FaultyEnv, ForkingPolicy, SpaceEnv, TokenSpace, first_difference, kill_worker
 from kit.gates import GO, WAIT, GateEnv
 from kit.side_by_side import info_of
 from multienv import RestartPolicy, SubprocessVectorEnv
@@ -87,9 +87,9 @@ def test_each_env_returns_what_it_returns_in_step(env_fns: Any, mode: str) -> No
 @pytest.mark.parametrize(
     ("policy", "mode"),
     [
-        (RestartPolicy(snapshot_every=5), "NextStep"),
+        (ForkingPolicy(snapshot_every=5), "NextStep"),
         (RestartPolicy(snapshots=False), "SameStep"),
-        pytest.param(RestartPolicy(snapshot_every=5), "SameStep", marks=pytest.mark.ci),
+        pytest.param(ForkingPolicy(snapshot_every=5), "SameStep", marks=pytest.mark.ci),
         pytest.param(RestartPolicy(snapshots=False), "NextStep", marks=pytest.mark.ci),
     ],
     ids=str,

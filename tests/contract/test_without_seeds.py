@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from contract_envs import OwnGeneratorEnv, SeesSeedEnv, seeded_by_its_maker
 
-from kit import CounterEnv, kill_worker
+from kit import CounterEnv, ForkingPolicy, kill_worker
 from kit.side_by_side import beside_gymnasium, expect_same
 from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 
@@ -48,7 +48,7 @@ def test_what_env_fn_has_seeded_stays_so(face):
 
 KEPT = {
     "journal": RestartPolicy(snapshots=False),
-    "snapshots": RestartPolicy(snapshot_every=3),
+    "snapshots": ForkingPolicy(snapshot_every=3),
 }
 
 

@@ -91,6 +91,27 @@ class CrashesByChance(CounterEnv):
         return super().step(action)
 
 
+class DiesInSteps(CounterEnv):
+    """Is killed the first few times that it takes some steps; a file counts them in all its processes.
+
+    Args:
+        path: The file.
+        deaths: Step of the episode → how often.
+    """
+
+    def __init__(self, path: str, deaths: dict[int, int]) -> None:
+        super().__init__(horizon=None)
+        self.path, self.deaths = Path(path), deaths
+        self.file = self.path.open("ab", buffering=0)
+
+    def step(self, action: Any) -> Any:
+        step = self.episode_step + 1
+        if self.path.read_bytes().count(step) < self.deaths.get(step, 0):
+            self.file.write(bytes([step]))
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().step(action)
+
+
 class ForkShyEnv(CounterEnv):
     """Is not what it was in a forked copy."""
 

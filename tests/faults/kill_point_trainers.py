@@ -13,14 +13,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from kit import CounterEnv, is_alive
+from kit import CounterEnv, ForkingPolicy, is_alive
 from kit.trainer_process import becomes_true
-from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv import SubprocessEnv, SubprocessVectorEnv
 
 ENV_FNS = {"counter": partial(CounterEnv, horizon=5), "cart_pole": partial(gymnasium.make, "CartPole-v1")}
 FACES = ("env", "vector")
 STEPS = 12  # three episodes, and a snapshot in each
-POLICY = RestartPolicy(snapshot_every=4)
+POLICY = ForkingPolicy(snapshot_every=4)
 
 
 def open_face(face: str, env_name: str, method: str, **options: Any) -> Any:

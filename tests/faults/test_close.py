@@ -168,7 +168,7 @@ def test_close_while_one_of_several_workers_is_brought_back(marker: str) -> None
 
 
 def test_close_ends_the_back_off_before_a_restart() -> None:
-    patient = RestartPolicy(backoff=1000.0, poison_after=9, snapshots=False)
+    patient = RestartPolicy(backoff=1000.0, snapshots=False)
     # The second restart for the same step waits, for at least 5 s.
     env = SubprocessEnv(partial(FaultyEnv, fault=Fault("exit", "step")), restart=patient, deadlines=NO_LIMIT)
     env.initialize()

@@ -9,13 +9,13 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, SlowEnv, first_difference
+from kit import CounterEnv, ForkingPolicy, SlowEnv, first_difference
 from kit.policies import Linear, constant
 from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer
 
 POLICIES = {
-    "snapshot": RestartPolicy(snapshot_every=20, backoff=0.0),
+    "snapshot": ForkingPolicy(snapshot_every=20, backoff=0.0),
     "journal": RestartPolicy(snapshots=False, backoff=0.0),
 }
 MAKERS = {

@@ -6,16 +6,27 @@ import os
 import random
 import signal
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ale_py
 import gymnasium
 import numpy as np
 import pytest
-from fault_envs import Alarmed, CrashesByChance, ForkShyEnv, Obstructed, filling
+from fault_envs import Alarmed, CrashesByChance, DiesInSteps, ForkShyEnv, Obstructed, filling
 
 from invariants.faces import Face, assert_as_without_losses, counts
-from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, kill_worker, monitor_pid
+from kit import (
+    CounterEnv,
+    ForkingPolicy,
+    NondeterministicEnv,
+    SlowEnv,
+    descendants,
+    first_difference,
+    is_alive,
+    kill_worker,
+    monitor_pid,
+)
 from kit.process_table import alive
 from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
@@ -28,7 +39,7 @@ from multienv.events import Event, Recovery
 gymnasium.register_envs(ale_py)
 
 ENDLESS = partial(CounterEnv, horizon=None)
-OFTEN = RestartPolicy(snapshot_every=3)
+OFTEN = ForkingPolicy(snapshot_every=3)
 
 
 class Rungs:
@@ -61,7 +72,7 @@ def settled(env: SubprocessEnv) -> int:
 
 
 def steps(env: Any, count: int) -> list[Any]:
-    return [env.step(np.int64(1 + index % 2))[:2] for index in range(count)]
+    return [env.step(np.int64(1 + index % 2))[:4] for index in range(count)]
 
 
 # --- of the worker's own ---------------------------------------------------------------------------------
@@ -85,7 +96,7 @@ def test_handlers_and_timers_are_what_they_were() -> None:
 
 def test_a_snapshot_that_nobody_wants_ends() -> None:
     """Of a lost process, when its policy is to raise, or the env is closed."""
-    policy = RestartPolicy(on_crash="raise", snapshot_every=3)
+    policy = ForkingPolicy(on_crash="raise", snapshot_every=3)
     with SubprocessEnv(ENDLESS, restart=policy) as env:
         env.reset(seed=0)
         steps(env, 7)
@@ -139,7 +150,7 @@ def test_a_crash_by_chance_in_repeated_steps_does_not_use_up_the_snapshot(tmp_pa
     rungs, path = Rungs(), tmp_path / "executions"
     with SubprocessEnv(
         partial(CrashesByChance, str(path), crashes),
-        restart=RestartPolicy(snapshot_every=20),
+        restart=ForkingPolicy(snapshot_every=20),
         hooks=[rungs],
         reports="",
     ) as env:
@@ -150,6 +161,57 @@ def test_a_crash_by_chance_in_repeated_steps_does_not_use_up_the_snapshot(tmp_pa
     assert first_difference(found, steps(plain, 40)) is None
     assert rungs.seen == [method]
     assert rungs.recoveries[0].outcome == "exact"
+
+
+def test_a_stretch_in_which_each_replay_crashes_is_passed(tmp_path: Path) -> None:
+    """Forty steps lie between two snapshots, and 5 to 14 between two crashes."""
+    dice, crashes, recoveries = random.Random(3), [50], list[Recovery]()
+    while crashes[-1] < 1000:
+        crashes.append(crashes[-1] + dice.randint(5, 14))
+    env_fn = partial(CrashesByChance, str(tmp_path / "executions"), tuple(crashes))
+    restart = ForkingPolicy(snapshot_every=40, backoff=0.0)
+    hook = lambda event: recoveries.append(event) if isinstance(event, Recovery) else None  # noqa: E731
+    with SubprocessEnv(env_fn, restart=restart, hooks=[hook], reports="") as env:
+        env.reset(seed=0)
+        found = steps(env, 90)
+    plain = ENDLESS()
+    plain.reset(seed=0)
+    assert first_difference(found, steps(plain, 90)) is None
+    assert {(one.outcome, one.method) for one in recoveries} == {("exact", "snapshot")}
+    assert max(one.attempts for one in recoveries) > 2
+
+
+@pytest.mark.parametrize(
+    ("deaths", "truncated"),
+    [({12: 3}, True), ({5: 1, 8: 1, 12: 3}, False), ({5: 1, 8: 1, 12: 9}, True)],
+    ids=["the first of its kind", "chance is known", "poison all the same"],
+)
+def test_poison_is_told_from_chance(tmp_path: Path, deaths: dict[int, int], truncated: bool) -> None:
+    restart = ForkingPolicy(snapshot_every=1, backoff=0.0)
+    with SubprocessEnv(partial(DiesInSteps, str(tmp_path / "deaths"), deaths), restart=restart, reports="") as env:
+        env.reset(seed=0)
+        found = steps(env, 12)
+        losses = env.statistics().losses
+    plain = ENDLESS()
+    plain.reset(seed=0)
+    assert (first_difference(found, steps(plain, 12)) is not None) == truncated
+    assert found[-1][3] == truncated
+    assert losses == {9: 2 + 5, 3: (3 if truncated else 2 + 3)}[deaths[12]]
+
+
+def test_snapshots_of_all_workers_come_closer_once_one_is_lost() -> None:
+    with SubprocessVectorEnv([partial(SlowEnv, step_seconds=0.002, horizon=None)] * 2, envs_per_worker=1) as envs:
+        envs.reset(seed=0)
+        intervals = []
+        for step in range(192):
+            if step == 96:
+                intervals.append(envs.statistics()[1].snapshot_seconds)
+                kill_worker(envs)
+            envs.step([0, 0])
+        intervals.append(envs.statistics()[1].snapshot_seconds)
+    assert intervals[0] is not None
+    assert intervals[1] is not None
+    assert 0 < intervals[1] < intervals[0] / 2
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -182,7 +244,7 @@ def test_each_branch_is_the_trajectory_that_leads_there(env_id: str, options: An
     dice = random.Random(4)
     space = env_fn().action_space
     space.seed(1)
-    with SubprocessEnv(env_fn, restart=RestartPolicy(snapshot_every=10)) as env:
+    with SubprocessEnv(env_fn, restart=ForkingPolicy(snapshot_every=10)) as env:
         env.reset(seed=3)
         tree = [(env.snapshot(), list[Any]())]
         for _ in range(4):
@@ -250,7 +312,7 @@ def test_one_that_is_freed_after_many_others_ends_though_the_monitor_is_stopped(
 
 def test_one_that_has_been_stopped_ends_when_it_is_freed_or_its_env_closed() -> None:
     """The one that is kept and the worker's own; another env keeps the monitor busy."""
-    with SubprocessEnv(ENDLESS) as other, SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshot_every=2)) as env:
+    with SubprocessEnv(ENDLESS) as other, SubprocessEnv(ENDLESS, restart=ForkingPolicy(snapshot_every=2)) as env:
         other.reset(seed=0)
         env.reset(seed=0)
         before = alive()

@@ -12,10 +12,10 @@ import pytest
 from fault_envs import Float64Env
 from gymnasium import spaces
 
-from kit import kill_worker
-from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
+from kit import ForkingPolicy, kill_worker
+from multienv import SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 
-POLICY = RestartPolicy(snapshot_every=20)
+POLICY = ForkingPolicy(snapshot_every=20)
 
 
 def set_dtype(space: spaces.Dict) -> None:

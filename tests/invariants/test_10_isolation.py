@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from faces import KINDS, Face, counts
 
-from kit import GlobalRandomEnv, Transition, assert_same_trajectory, kill_worker
+from kit import ForkingPolicy, GlobalRandomEnv, Transition, assert_same_trajectory, kill_worker
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import (
     AsyncSubprocessEnvManager,
@@ -117,7 +117,7 @@ def test_the_generators_of_the_trainer_are_left_alone(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("rung", "policy"),
-    [("journal", RestartPolicy(snapshots=False)), ("snapshot", RestartPolicy(snapshot_every=3))],
+    [("journal", RestartPolicy(snapshots=False)), ("snapshot", ForkingPolicy(snapshot_every=3))],
     ids=["journal", "snapshot"],
 )
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,11 +16,11 @@ import pytest
 from faces import AND_ASYNC, Face, assert_as_without_losses, counts
 from invariant_envs import pong
 
-from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, first_difference
+from kit import CounterEnv, Fault, FaultyEnv, ForkingPolicy, SlowEnv, first_difference
 from kit.replays import prefer_resets
 from multienv import Deadlines, RestartPolicy
 
-POLICIES = {"snapshot": RestartPolicy(snapshot_every=4, backoff=0.0), "journal": RestartPolicy(snapshots=False)}
+POLICIES = {"snapshot": ForkingPolicy(snapshot_every=4, backoff=0.0), "journal": RestartPolicy(snapshots=False)}
 
 
 @pytest.mark.parametrize(

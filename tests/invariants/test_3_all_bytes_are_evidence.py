@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from world_envs import WAYS, FinalWorld, VectorRewards, WorldEnv
 
-from kit import kill_worker
+from kit import ForkingPolicy, kill_worker
 from multienv import Recovery, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.recovery.verification import same
 
@@ -25,7 +25,7 @@ IN_ROWS = ("a dict in another order", "float64 in a float32 Box", "one pixel", "
 # By a replay alone, and by a snapshot that stands some steps before the death.
 POLICIES = {
     "replay": (RestartPolicy(snapshots=False), 5),
-    "snapshot": (RestartPolicy(snapshot_every=16), 24),
+    "snapshot": (ForkingPolicy(snapshot_every=16), 24),
 }
 
 

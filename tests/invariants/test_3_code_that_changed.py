@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from kit import kill_worker
+from kit import ForkingPolicy, kill_worker
 from kit.makers import multi_env
 from multienv import Deadlines, Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import EnvError, EnvsFailedError, NotRestoredError, WorkerLostError
@@ -204,7 +204,7 @@ def test_code_that_was_not_edited_is_exact_also_where_other_files_of_its_folder_
 
 
 def test_a_forked_snapshot_has_the_old_code_and_stays_exact(module: Module) -> None:
-    run = Run(module, restart=RestartPolicy(snapshot_every=2, backoff=0.0))
+    run = Run(module, restart=ForkingPolicy(snapshot_every=2, backoff=0.0))
     run.steps(5)
     while not run.env.statistics().snapshots:
         time.sleep(0.01)

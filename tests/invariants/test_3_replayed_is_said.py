@@ -15,7 +15,7 @@ import pytest
 from faces import Face, assert_as_without_losses, counts
 from invariant_envs import CountsResets, with_thread
 
-from kit import CounterEnv, MemoryEnv, kill_worker
+from kit import CounterEnv, ForkingPolicy, MemoryEnv, kill_worker
 from kit.limits import set_limit
 from kit.monitor import monitor_pid
 from kit.replays import prefer_resets
@@ -136,7 +136,7 @@ def test_start_is_proven_by_a_whole_episode(kind: str, dear: None) -> None:
 
 def test_deaths_of_an_env_that_can_be_forked_are_exact_in_any_run(dear: None) -> None:
     """Many episodes begin between two snapshots, and what it remembers shows at once."""
-    play = Play(partial(MemoryEnv, 1), restart=RestartPolicy(snapshot_every=40, backoff=0.0))
+    play = Play(partial(MemoryEnv, 1), restart=ForkingPolicy(snapshot_every=40, backoff=0.0))
     play.walk(900, kills=[7, 8, 55, *range(200, 900, 13)]).close()
     assert (set(play.outcomes()), play.differs) == ({"exact"}, None)
     assert len(play.outcomes()) == 57
@@ -144,7 +144,7 @@ def test_deaths_of_an_env_that_can_be_forked_are_exact_in_any_run(dear: None) ->
 
 def test_deaths_however_soon_after_each_other_are_exact(dear: None) -> None:
     """Each recovered worker is killed before the call that recovered it returns, and once more while it waits."""
-    play = Play(partial(MemoryEnv, 1), restart=RestartPolicy(snapshot_every=25, backoff=0.0))
+    play = Play(partial(MemoryEnv, 1), restart=ForkingPolicy(snapshot_every=25, backoff=0.0))
     left = [12]
 
     def strike(event: Any) -> None:
@@ -173,7 +173,7 @@ def test_env_that_cannot_be_forked_is_replayed_from_its_construction_while_that_
 
 def test_loss_of_worker_and_snapshot_is_replayed_or_truncated_and_never_called_exact(dear: None) -> None:
     for shows_after, expected in ((math.inf, "replayed"), (90, "replayed"), (20, "truncated")):
-        play = Play(partial(MemoryEnv, shows_after), restart=RestartPolicy(snapshot_every=10, backoff=0.0))
+        play = Play(partial(MemoryEnv, shows_after), restart=ForkingPolicy(snapshot_every=10, backoff=0.0))
         play.walk(120, kills=[61], victims=lambda pid: [pid, monitor_pid()]).close()
         assert play.outcomes() == [expected], shows_after
         assert (play.differs is None) == (shows_after == math.inf) or expected == "truncated"
@@ -187,7 +187,7 @@ def test_worker_and_snapshot_lost_in_the_first_episode_of_an_env_are_replayed_fr
     events: list[Any] = []
     env_fns = [partial(MemoryEnv, 20, horizon) for horizon in horizons]
     kind = "vector_env" if len(horizons) > 1 else "subprocess_env"
-    options: dict[str, Any] = {"restart": RestartPolicy(snapshot_every=10, backoff=0.0), "hooks": [events.append]}
+    options: dict[str, Any] = {"restart": ForkingPolicy(snapshot_every=10, backoff=0.0), "hooks": [events.append]}
 
     def strike(step: int) -> None:
         if step == 140:
@@ -233,7 +233,7 @@ def test_kept_snapshot_that_is_gone_is_replayed_from_a_reset_with_a_warning_or_r
     accept: Any, dear: None, caplog: Any
 ) -> None:
     limit = 3000 if accept == "exact" else 2**18  # the construction lies too far back: nothing else takes its place
-    restart = RestartPolicy(accept=accept, snapshot_every=10, journal_limit=limit, backoff=0.0)
+    restart = ForkingPolicy(accept=accept, snapshot_every=10, journal_limit=limit, backoff=0.0)
     play = Play(MemoryEnv, restart=restart).walk(60)
     token = play.env.snapshot()
     os.kill(monitor_pid(), signal.SIGKILL)

@@ -41,10 +41,11 @@ from outside_envs import (
     TurnsEnv,
 )
 
+from kit import ForkingPolicy
 from multienv import Deadlines, Recovery, RestartPolicy
 
 LINES, STEPS, KILLS = 2000, 60, (14, 31, 32, 50)
-SOMETIMES = RestartPolicy(snapshot_every=5, backoff=0.0)
+SOMETIMES = ForkingPolicy(snapshot_every=5, backoff=0.0)
 REPLAYS = RestartPolicy(snapshots=False, backoff=0.0)
 
 
@@ -125,12 +126,13 @@ def test_a_file_in_the_place_of_standard_input_is_put_back_by_each_copy(data_set
 
 OUTPUT = """
 import os, signal
+from kit import ForkingPolicy
 from outside_envs import OutputEnv
-from multienv import RestartPolicy, SubprocessVectorEnv
+from multienv import SubprocessVectorEnv
 from multienv.testing import worker_pids
 
 if __name__ == "__main__":
-    with SubprocessVectorEnv([OutputEnv], restart=RestartPolicy(snapshot_every=5, backoff=0.0)) as envs:
+    with SubprocessVectorEnv([OutputEnv], restart=ForkingPolicy(snapshot_every=5, backoff=0.0)) as envs:
         envs.reset(seed=0)
         for step in range(1, 61):
             if step in (14, 31, 32, 50):

@@ -16,7 +16,7 @@ import pytest
 from faces import AND_ASYNC, KINDS, REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
 from invariant_envs import FileEnv, HiddenGoalEnv
 
-from kit import CounterEnv, NondeterministicEnv, SpaceEnv, descendants, is_alive, kill_worker
+from kit import CounterEnv, ForkingPolicy, NondeterministicEnv, SpaceEnv, descendants, is_alive, kill_worker
 from kit.limits import set_limit
 from kit.replays import prefer_resets
 from kit.trainer_process import becomes_true
@@ -36,7 +36,7 @@ def unrepeatable(what: str, directory: Path) -> Any:
 
 
 # The snapshot is taken after the second step, so that two more are run again in it before the journal is tried.
-RUNGS = {"journal": REPLAY, "snapshot": RestartPolicy(snapshot_every=4)}
+RUNGS = {"journal": REPLAY, "snapshot": ForkingPolicy(snapshot_every=4)}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_an_env_that_does_otherwise_the_second_time_is_truncated(
 
 @pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_snapshot_recovers_what_no_replay_could(kind: str) -> None:
-    policy = RestartPolicy(snapshot_every=1)
+    policy = ForkingPolicy(snapshot_every=1)
     events: list[Any] = []
     with Face(kind, [partial(NondeterministicEnv, horizon=None)] * 2, restart=policy, hooks=[events.append]) as face:
 

@@ -100,7 +100,7 @@ def test_a_leak_in_a_batch_is_bounded_by_max_rss_and_leaves_no_trace(mode: str) 
 def test_a_replacement_by_plan_whose_replay_fails_is_put_off_at_once(hangs: bool, brief: None, tmp_path: Path) -> None:
     """The process that is to be replaced is well: the run waits for one replay, which has no other deadline."""
     events: list[Any] = []
-    limits: dict[str, Any] = {"replay_limit": 0.3} if hangs else {"poison_after": 1000}
+    limits: dict[str, Any] = {"replay_limit": 0.3} if hangs else {}
     policy = RestartPolicy(snapshots=False, recycle_after_steps=60, **limits)
     env_fn = partial(FailsInNewProcesses, tmp_path, hangs=hangs)
     with SubprocessEnv(env_fn, restart=policy, hooks=[events.append]) as env:

@@ -26,6 +26,7 @@ from kit import (
     Fault,
     FaultyEnv,
     ForkingEnv,
+    ForkingPolicy,
     assert_nothing_left,
     descendants,
     is_alive,
@@ -43,7 +44,7 @@ def open_all_with_one_that_hangs(kind: str, context: str, marker: str) -> Any:
     """Return envs one of which will hang in C, beside others with snapshots, and a child process of their own."""
     hanging = Fault("hang_c", "step", at=3, ignore_sigterm=True, once=marker)
     env_fns = [partial(FaultyEnv, fault=hanging), partial(ForkingEnv, stubborn=True), CounterEnv]
-    face = Face(kind, env_fns, context=context, restart=RestartPolicy(snapshot_every=1))
+    face = Face(kind, env_fns, context=context, restart=ForkingPolicy(snapshot_every=1))
     face.reset(0)
     return face
 
@@ -288,7 +289,7 @@ def test_temporary_files_of_an_env_go_with_its_process(how: str, context: str | 
 
 
 def test_temporary_files_stay_for_the_snapshots_of_a_process_that_was_killed() -> None:
-    with SubprocessEnv(TemporaryFileEnv, restart=RestartPolicy(snapshot_every=1)) as env:
+    with SubprocessEnv(TemporaryFileEnv, restart=ForkingPolicy(snapshot_every=1)) as env:
         env.reset(seed=0)
         env.step(1)
         file = Path(env.get_attr("path"))
@@ -379,7 +380,7 @@ def without_collections() -> Any:
 @pytest.mark.parametrize("kind", ["multi_env", "vector_env"])
 def test_the_last_close_leaves_nothing(kind: str, without_collections: None) -> None:
     before = snapshot_resources(threads=True)
-    face = Face(kind, [CounterEnv, CounterEnv], restart=RestartPolicy(snapshot_every=1))
+    face = Face(kind, [CounterEnv, CounterEnv], restart=ForkingPolicy(snapshot_every=1))
     face.record(counts(6, 2), 1, lambda step: face.signal() if step == 3 else None)
     assert face.losses() == 1
     kept = [env.snapshot() for env in getattr(face.envs, "envs", [face.envs])]

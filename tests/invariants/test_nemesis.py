@@ -21,9 +21,9 @@ import pytest
 from faces import Face
 from invariant_envs import DrawingEnv
 
-from kit import descendants, first_difference, monitor_pid
+from kit import ForkingPolicy, descendants, first_difference, monitor_pid
 from kit.limits import set_limit
-from multienv import Deadlines, Recovery, RestartPolicy
+from multienv import Deadlines, Recovery
 
 STRIKES = int(os.environ.get("NEMESIS", "5"))
 # Strikes that one request meets at most: an env whose way back meets more is given up, and truncated.
@@ -134,7 +134,8 @@ def test_whatever_happens_to_processes_the_trajectory_is_the_quiet_one(
     set_limit(monkeypatch, "AFFORDABLE", 100.0)  # env time: a stop counts, and so does a busy core
     env_fns = [partial(DrawingEnv, horizon=9, count_episodes=False)] * 3
     # A worker that is crashed several times in the same request by chance is not to count as poisoned.
-    policy = RestartPolicy(snapshots=rung == "snapshot", snapshot_every=4, backoff=0.0, poison_after=MOST + 1)
+    set_limit(monkeypatch, "POISON_AFTER", MOST + 1)
+    policy = ForkingPolicy(snapshots=rung == "snapshot", snapshot_every=4, backoff=0.0)
     events: list[Any] = []
     with Face(kind, env_fns, restart=policy, deadlines=DEADLINES, hooks=[events.append], reports="") as face:
         with Nemesis(face, seed=len(kind) + len(rung)) as nemesis:

@@ -15,6 +15,7 @@ HOMES = {
         *("OnlyEnv", "PidEnv", "SameArrayEnv", "SlowEnv"),
     ],
     "faults": ["FailsNthTime", "Fault", "FaultError", "TwoArgumentError"],
+    "forking": ["ForkingPolicy"],
     "kills": ["kill_worker"],
     "leaks": ["assert_nothing_left", "no_leaks", "own_name", "snapshot_resources"],
     "monitor": ["monitor_itself", "monitor_pid", "monitor_process"],

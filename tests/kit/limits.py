@@ -12,7 +12,7 @@ import pytest
 
 from multienv._engine import interrupts
 from multienv._engine.processes import watch
-from multienv._engine.recovery import deadlines, journal, pending, recoverer, supervisor
+from multienv._engine.recovery import deadlines, journal, pending, policy, recoverer, supervisor
 from multienv.envs import async_env
 
 HOMES: dict[str, ModuleType] = {
@@ -21,6 +21,7 @@ HOMES: dict[str, ModuleType] = {
     **dict.fromkeys(["LARGE_SHARE", "SHARE"], supervisor),
     **dict.fromkeys(["AFFORDABLE", "MOST_CALLS"], journal),
     "PATIENCE": interrupts,
+    "POISON_AFTER": policy,
     "REPLAY_GRACE": recoverer,
     "SPINS": watch,
     "_LOOK": async_env,

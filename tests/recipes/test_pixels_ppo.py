@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import AddRenderObservation
 
+from kit import ForkingPolicy
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.testing import Killer
 
@@ -32,7 +33,7 @@ def frames(first_seed: int | None = 0, size: int = 32) -> gymnasium.Env[Any, Any
 
 def walk(variables: dict[str, str], kills: tuple[int, ...] = ()) -> tuple[list[np.ndarray], Any]:
     """What is seen in 20 steps, with kills before some of them."""
-    restart = RestartPolicy(snapshot_every=4)
+    restart = ForkingPolicy(snapshot_every=4)
     with SubprocessEnv(frames, worker_env=variables, restart=restart, reports="") as env:
         seen = [env.reset(seed=3)[0]]
         for step in range(20):

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import errno
 import gc
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kit import ForkingPolicy
 from kit.interruption import Interruption
 from kit.side_by_side import info_of
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
@@ -45,7 +47,7 @@ DEADLINES = Deadlines(
     start=20.0, reset=STEP_LIMIT, step=STEP_LIMIT, call=STEP_LIMIT, close=2.0, recovery=RECOVERY_LIMIT
 )
 POLICIES = {
-    "snapshot": RestartPolicy(snapshot_every=2, backoff=0.0),
+    "snapshot": ForkingPolicy(snapshot_every=2, backoff=0.0),
     "journal": RestartPolicy(snapshots=False, backoff=0.0),
     # Each slot is replayed from resets of its own as soon as that can be: see Run.play().
     "starts": RestartPolicy(snapshots=False, backoff=0.0),
@@ -55,10 +57,10 @@ POLICIES = {
     "raise": RestartPolicy(on_crash="raise", on_timeout="raise", backoff=0.0),
     "budget": RestartPolicy(snapshots=False, backoff=0.0, max_restarts=1),
     # The envs remember something across resets, which shows after a while, or never.
-    "memory": RestartPolicy(snapshot_every=2, backoff=0.0),
+    "memory": ForkingPolicy(snapshot_every=2, backoff=0.0),
     # No episode ends by itself: until the first reset that is asked for nothing but the construction leads back, if a
     # snapshot is lost with its worker.
-    "first episode": RestartPolicy(snapshot_every=2, backoff=0.0),
+    "first episode": ForkingPolicy(snapshot_every=2, backoff=0.0),
 }
 # Policies whose errors the trainer answers by a reset, and "truncate".
 RAISING = ("truncate", "raise", "budget")
@@ -108,6 +110,8 @@ class Case:
             to an earlier state: the server does not go back with it.
         interrupted: At which place of the trainer's own code Ctrl-C comes, counted over all calls; -1: at none.
         rare: With what constants are drawn that are rare in life, see :mod:`simulation.rare`; 0: none is.
+        rates: How often the envs crash and hang by chance, see :class:`Simulation`.
+        seed: Of that chance.
     """
 
     face: str
@@ -119,6 +123,8 @@ class Case:
     asks_after: int | None = None
     interrupted: int = -1
     rare: int = 0
+    rates: tuple[float, float] = (0.0, 0.0)
+    seed: int = 0
 
 
 def actions_of(number: int) -> list[np.int64]:
@@ -226,7 +232,7 @@ class Run:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.constants = constants_of(case.rare)
-        self.simulation = Simulation(case.faults, case.eager)
+        self.simulation = Simulation(case.faults, case.eager, case.rates, random.Random(case.seed))
         self.workers = FACES[case.face][1]
         mode = case.face if case.face.isupper() else "DISABLED"
         remembers, is_forgetful = case.policy == "memory", self.constants.forgets or case.policy == "short journal"

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from multienv import Deadlines, RestartPolicy
 from multienv._engine.recovery import deadlines as limits
-from multienv._engine.recovery import hot_path, journal, pending, recoverer, state_machine, supervisor
+from multienv._engine.recovery import hot_path, journal, pending, policy, recoverer, state_machine, supervisor
+from multienv._engine.recovery.policy import ForkingPolicy
 from multienv._engine.wire import segment
 
 LONGER = 3.0  # with "auto"
@@ -20,8 +21,9 @@ class Constants:
     """Stand in for constants of the package, and for defaults of a policy.
 
     Attributes:
-        poison_after, backoff, recycle_after_steps: See :class:`~multienv.RestartPolicy`.
-        snapshot_every: The same, for policies with snapshots.
+        poison_after: ``state_machine.POISON_AFTER``.
+        backoff, recycle_after_steps: See :class:`~multienv.RestartPolicy`.
+        snapshot_every: Steps between two snapshots, for policies with snapshots.
         journal_limit, replay_limit: The same; ``None``: as the policy has them.
         losses: ``state_machine.LOSSES``.
         shows_after: When an env that remembers something across resets shows it, see ``SimulatedEnv``.
@@ -52,11 +54,11 @@ class Constants:
     def policy(self, base: RestartPolicy) -> RestartPolicy:
         """Return a policy with these constants."""
         changes = {"journal_limit": self.journal_limit, "replay_limit": self.replay_limit}
+        if isinstance(base, ForkingPolicy):
+            changes["snapshot_every"] = self.snapshot_every
         return replace(
             base,
-            poison_after=self.poison_after,
             backoff=self.backoff,
-            snapshot_every=self.snapshot_every if base.snapshots else None,
             recycle_after_steps=self.recycle_after_steps if base.replays else None,
             **{name: value for name, value in changes.items() if value is not None},
         )
@@ -75,6 +77,7 @@ class Constants:
         changes = [
             (state_machine, "LOSSES", self.losses),
             (recoverer, "LOSSES", self.losses),
+            *((module, "POISON_AFTER", self.poison_after) for module in (state_machine, recoverer, policy)),
             (journal, "MOST_CALLS", self.most_calls),
             (journal, "OVERHEAD", 0),
             (hot_path, "SAMPLE", self.sample),

@@ -21,9 +21,9 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from multienv._engine.processes.channel import Channel, Fate, Gone
 from multienv._engine.processes.watch import Watched
 from multienv._engine.recovery import hot_path
 from multienv._engine.threads import Bell, Pool
-from multienv._engine.wire.banks import STEP, STEPPED
+from multienv._engine.wire.banks import STEP, STEPPED, split_entries
 from multienv._engine.wire.messages import Build
 from multienv._engine.wire.segment import (
     ASKED,
@@ -80,6 +80,17 @@ POINTS: dict[str, tuple[str, ...]] = {
     "replay": ("in the env", "raises"),
     "wake": ("skipped", "no descriptors", "dead", "mute"),
 }
+
+
+class Fork(NamedTuple):
+    """A copy of a process: the last request executed in it, how many there were, and entries of a replay after them."""
+
+    number: int
+    past: int
+    entries: int = 0
+
+
+NO_FORK = Fork(0, 0)
 
 
 @dataclass(frozen=True)
@@ -227,6 +238,8 @@ class Simulation:
     Args:
         faults: What goes wrong.
         eager: A request is executed when it is rung for, not only when it is waited for.
+        rates: How often an env crashes and how often it hangs by itself, by chance, of all its calls.
+        dice: Say when.
 
     Attributes:
         struck: The faults that happened, in order, with repetitions.
@@ -240,13 +253,15 @@ class Simulation:
 
     faults: tuple[Fault, ...] = ()
     eager: bool = False
+    rates: tuple[float, float] = (0.0, 0.0)
+    dice: random.Random = field(default_factory=random.Random)
     now: float = 1000.0
     struck: list[Fault] = field(default_factory=list)
     events: Counter[tuple[int, str]] = field(default_factory=Counter)
     in_threads: set[tuple[int, int]] = field(default_factory=set)
     called: set[tuple[int, str, int, int]] = field(default_factory=set)
     live: weakref.WeakSet[SimulatedChannel] = field(default_factory=weakref.WeakSet)
-    kept: dict[int, tuple[SimulatedProcess, tuple[int, int]]] = field(default_factory=dict)
+    kept: dict[int, tuple[SimulatedProcess, Fork]] = field(default_factory=dict)
     edited: dict[int, list[bool]] = field(default_factory=lambda: defaultdict(list))
     server: Server = field(default_factory=Server)
     lock: Any = field(default_factory=threading.RLock)
@@ -284,6 +299,17 @@ class Simulation:
                     self.struck.append(fault)
                     return fault
         return None
+
+    def own_loss(self, worker: int, event: str, slot: int) -> Fault | None:
+        """Return the crash or hang of the env's own that chance has struck with, if it has."""
+        if not any(self.rates):
+            return None
+        die, (crashes, hangs) = self.dice.random(), self.rates
+        if die >= crashes + hangs:
+            return None
+        point, code = ("in the env", CRASHED) if die < crashes else ("hang", KILLED)
+        self.struck.append(Fault(worker, event, self.events[worker, event], point, slot, code))
+        return self.struck[-1]
 
     @interruptible
     def wait_any(
@@ -457,7 +483,7 @@ class SimulatedLauncher:
     def close(self) -> None:
         pass
 
-    def wake(self, parent: SimulatedProcess, fork: tuple[int, int]) -> Channel | None:
+    def wake(self, parent: SimulatedProcess, fork: Fork) -> Channel | None:
         """Return a process that has executed what its parent had when it forked."""
         simulation = self.simulation
         with in_process(simulation):
@@ -482,11 +508,11 @@ class SimulatedProcess:
     Args:
         launcher: Of its worker.
         parent: The process that this one is a forked copy of.
-        fork: When the copy was made: the last request executed in it, and how many there were.
+        fork: When the copy was made.
     """
 
     def __init__(
-        self, launcher: SimulatedLauncher, parent: SimulatedProcess | None = None, fork: tuple[int, int] = (0, 0)
+        self, launcher: SimulatedLauncher, parent: SimulatedProcess | None = None, fork: Fork = NO_FORK
     ) -> None:
         simulation = self.simulation = launcher.simulation
         self.launcher = launcher
@@ -500,7 +526,7 @@ class SimulatedProcess:
         self.past: list[tuple[int, bytes, bytes]] = []  # requests executed: number, bank, payload
         self.answers: list[int] = []  # of the server
         self.begun: int | None = None
-        self.snapshot: tuple[int, int] | None = None
+        self.snapshot: Fork | None = None
         self.every = -1
         self.tried = 0  # the last request when a snapshot was due
         self.has_asked = False  # the server, since then
@@ -511,12 +537,21 @@ class SimulatedProcess:
         if parent is not None:
             self.is_copied = True  # no fault strikes while the past is repeated, and the server is not asked again
             self.known = iter(parent.answers)
-            for past in parent.past[: fork[1]]:
+            for past in parent.past[: fork.past]:
                 self._repeat(*past)
+            if fork.entries:  # it was made in a replay
+                number, bank, payload = parent.past[fork.past]
+                whole = pickle.loads(payload)
+                entries = list(split_entries(whole.entries, self.segment.layout.end))[: fork.entries]
+                first = b"".join(entry.packed() for entry in entries)
+                self._repeat(number, bank, pickle.dumps(replace(whole, entries=first, every=0)))
+                came = pickle.loads(self.segment.read_reply_payload(number))
+                self.host.came = [entry.packed() for entry in split_entries(came, self.segment.layout.end)]
             self.is_copied = self.has_asked = False
-            self.tried, self.snapshot = fork[0], fork  # a woken copy takes another snapshot in its place
-            self.segment.words[REPLY] = self.segment.words[REQUEST] = fork[0]
-            self.segment.words[SNAPSHOT] = fork[0] if self.every > 0 else 0
+            # A woken copy takes another snapshot in its place.
+            self.tried, self.snapshot = fork.number, Fork(fork.number, len(self.past))
+            self.segment.words[REPLY] = self.segment.words[REQUEST] = fork.number
+            self.segment.words[SNAPSHOT] = fork.number if self.every > 0 else 0
 
     def end(self, code: int) -> None:
         """Be dead from now on."""
@@ -531,8 +566,11 @@ class SimulatedProcess:
         return pickle.dumps(("here", {"env.py": (int(is_edited), 1)}))
 
     def _keep(self, number: int, token: int) -> str:
-        if not self.is_copied:
-            self.simulation.kept[token] = (self, (number, len(self.past) - 1))  # without the request to keep it
+        fork = Fork(number, len(self.past) - 1, self.segment.words[REPLAYING])  # without the request to keep it
+        if token and not self.is_copied:
+            self.simulation.kept[token] = self, fork
+        elif not self.is_copied:
+            self.tried, self.snapshot, self.segment.words[SNAPSHOT] = number, fork, number
         return ""
 
     def _repeat(self, number: int, bank: bytes, payload: bytes) -> None:
@@ -579,7 +617,7 @@ class SimulatedProcess:
             launcher.is_answered = launcher.is_answered or point != "garbage"
             last = number if rolled is None else rolled[0]
             if 0 < self.every <= last - self.tried and (side.view[0] == STEP or rolled is not None):
-                self.snapshot = None if self.has_asked else (last, len(self.past))
+                self.snapshot = None if self.has_asked else Fork(last, len(self.past))
                 words[SNAPSHOT] = 0 if self.has_asked else last
                 self.tried, self.has_asked = last, False
         if fault is not None and point == "replied":
@@ -628,13 +666,16 @@ class SimulatedProcess:
                 simulation.events[worker, event] += 1
         if IN_ENV[0] in POINTS[event]:
             simulation.called.add((worker, event, simulation.events[worker, event], slot))
-            fault = simulation.fault_at(worker, event, slot)
+            fault = simulation.fault_at(worker, event, slot) or simulation.own_loss(worker, event, slot)
         if fault is not None and fault.point == "raises":
             raise RuntimeError("this env raises now and then")
         if fault is not None:
             if not words[REPLAYING]:
                 self.launcher.is_answered = False
-            self.end(fault.code)
+            if fault.point == "hang":
+                self.is_mute = True
+            else:
+                self.end(fault.code)
             raise SimulatedDeath
 
     def ask_server(self, who: int, what: str) -> int:
@@ -702,7 +743,7 @@ class SimulatedChannel(Channel):
     def _lose(self, cause: LossCause, detail: str) -> Gone:
         if self._gone is None:
             words, process = self.segment.words, self.process
-            fate = Fate(process.code, snapshot=None if process.snapshot is None else process.snapshot[0])
+            fate = Fate(process.code, snapshot=None if process.snapshot is None else process.snapshot.number)
             known = words[BUSY], words[SLOT] - 1, words[REPLAYING] - 1
             self._gone = lambda: Gone(
                 cause, fate, process.pid, number=known[0], slot=known[1], replaying=known[2], detail=detail

@@ -68,6 +68,16 @@ DIRECTED: dict[str, Case | ManagerCase] = {
         EPISODES,
         (Fault(0, "request", 4, "before"), Fault(0, "replay", 1, "in the env", code=CRASHED)),
     ),
+    "a woken snapshot fails, and a copy goes on that it has forked on its way": Case(
+        "DISABLED",
+        "snapshot",
+        EPISODES,
+        (
+            Fault(0, "request", 6, "before"),
+            *(Fault(0, "replay", nth, "in the env", code=CRASHED) for nth in (1, 3)),
+        ),
+        rare=3,
+    ),
     "no descriptor is left to wake a snapshot": Case(
         "subprocess_env",
         "snapshot",

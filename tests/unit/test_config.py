@@ -31,7 +31,6 @@ WRONG: dict[str, list[Any]] = {
     **{name: ["Replay", "", None, True, ["replay"]] for name in ("on_crash", "on_timeout")},
     "on_error": ["replay", "retry", None],
     **{name: [*NOT_COUNTS, None] for name in COUNTS},
-    "poison_after": [*NOT_COUNTS, None, 0],
     **{name: [0, -1, math.nan, "many", True] for name in LIMITS},
     "max_rss": [0, -1, math.nan, "2GiB", True, 100, 2_000, 2_000_000],  # MiB and KiB
 }
@@ -40,7 +39,6 @@ RIGHT: dict[str, list[Any]] = {
     "on_crash": ["replay", "truncate", "raise"],
     "on_error": ["truncate", "raise"],
     **{name: [0, np.int64(5)] for name in COUNTS},
-    "poison_after": [1],
     **{name: [None, 1] for name in LIMITS},
     "max_rss": [None, 100 * 2**20],
 }

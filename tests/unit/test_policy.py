@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multienv._engine.recovery import recoverer as recoverer_module
-from multienv._engine.recovery.policy import LONGEST_BACKOFF, WINDOW, Recycling, RestartBudget
+from multienv._engine.recovery.policy import (
+    LONGEST_BACKOFF,
+    WINDOW,
+    Losses,
+    RecoveryProgress,
+    Recycling,
+    RestartBudget,
+)
 from multienv._engine.recovery.recoverer import BudgetSpentError, Recoverer
 from multienv.config import Deadlines, RestartPolicy
 
@@ -64,6 +71,62 @@ def test_no_more_restarts_than_allowed_in_any_hour_and_refused_ones_do_not_count
         if delay is not None:
             assert delay == 0.0 or 0.25 <= delay <= LONGEST_BACKOFF
             admitted.append(now)
+
+
+# --- recycling --------------------------------------------------------------------------------
+
+
+# --- losses of a call -------------------------------------------------------------------------
+
+
+def lost(losses: Losses, kind: str, *, times: int = 1, takes: float = 1.0) -> list[int]:
+    """Return how many tries a request has after each of the losses that come with it, so many seconds apart."""
+    tries, before = [], None
+    for loss in range(times):
+        progress = RecoveryProgress(loss * takes, 0.0, None)
+        losses.begin(progress, before, kind, limit=10.0)
+        before = progress
+        tries.append(progress.tries)
+    return tries
+
+
+def test_the_mean_time_between_losses_is_that_of_the_last_ones_and_grows_while_none_comes():
+    losses = Losses()
+    assert losses.mean == 0.0
+    for seconds in (3.0, 5.0):
+        losses.seconds = seconds
+        lost(losses, "crash")
+    assert losses.mean == 2.5
+    losses.seconds = 25.0
+    assert losses.mean == 12.5
+    for _ in range(9):
+        losses.seconds += 1.0
+        lost(losses, "crash")
+    assert losses.mean == 1.0
+    for _ in range(9):
+        lost(losses, "crash")
+    assert 0.0 < losses.mean < 0.01
+
+
+def test_a_request_has_more_tries_if_others_went_through_at_last():
+    losses = Losses()
+    assert [lost(losses, "crash") for _ in range(4)] == [[2], [3], [4], [4]]
+    assert lost(losses, "crash", times=3) == [4, 4, 4]
+    assert lost(losses, "hang") == [2]  # the first of its kind
+
+
+def test_a_request_that_always_ends_its_process_has_no_more_tries_for_it():
+    losses = Losses()
+    assert [lost(losses, "crash", times=2) for _ in range(3)] == [[2, 2]] * 3
+    chance = [lost(losses, "crash"), lost(losses, "crash", times=4), lost(losses, "crash")]
+    assert chance == [[2], [3, 3, 3, 3], [2]]
+
+
+def test_no_further_try_begins_when_the_time_of_a_recovery_is_over():
+    losses = Losses()
+    for _ in range(2):
+        lost(losses, "hang")
+    assert lost(losses, "hang", times=4, takes=4.0) == [4, 4, 4, 2]
 
 
 # --- recycling --------------------------------------------------------------------------------

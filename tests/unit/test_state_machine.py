@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 STEP, RESET, CALL = Request(Kind.STEP, "step"), Request(Kind.RESET, "reset"), Request(Kind.CALL, "render")
 STEP_OF_ONE = STEP._replace(touched=(True, False))
 RULES = [
-    Rules(slots, resets, 2, action, action)
+    Rules(slots, resets, action, action)
     for (slots, resets), action in itertools.product(
         ((1, False), (2, False), (2, True)), ("replay", "truncate", "raise")
     )
@@ -47,7 +47,7 @@ RULES = [
 
 @pytest.fixture(autouse=True)
 def few_losses(monkeypatch):
-    """More than poison_after, which is enough for all that is decided by it."""
+    """More than POISON_AFTER, which is enough for all that is decided by it."""
     monkeypatch.setattr(state_machine, "LOSSES", 4)
 
 
@@ -152,6 +152,17 @@ def test_every_event_in_every_reachable_state_leads_where_the_table_says(rules):
 def test_an_event_that_cannot_happen_is_refused():
     with pytest.raises(ValueError, match="Recovered cannot happen while the process is none"):
         decide(State(), Recovered(), Rules())
+
+
+@pytest.mark.parametrize("tries", [2, 3, 4])
+def test_a_request_is_poison_after_as_many_deaths_as_the_loss_says(tries):
+    rules, state = Rules(), State(Process.READY, Episode.RUNNING)
+    state, _ = decide(state, Asked(Request(Kind.STEP, "step")), rules)
+    for death in range(1, tries + 1):
+        state, _ = decide(state, Lost("died", 0, what="It died.", tries=tries), rules)
+        state, instruction = decide(state, Recovered(), rules)
+        assert instruction is (Instruction.TRUNCATE if death == tries else Instruction.ASK)
+    assert "The same step() ended" in dict(state.skipped)[0]
 
 
 def test_a_masked_reset_pays_only_what_its_slots_owe():

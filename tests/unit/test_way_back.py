@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,11 +30,12 @@ from multienv._engine.recovery.way_back import (
     decide_way,
 )
 
-RULES = WayRules(slots=3, poison_after=2, takes_some=True)
+RULES = WayRules(slots=3, tries=2, takes_some=True)
 FAR, NEAR = Replayed(Plan(b"far")), Replayed(Plan(b"near"))
 PROCESS: Any = object()  # nothing of it is looked at
 COPY = NewestSnapshot(PROCESS, 7, Plan(b""))
-OTHER_COPY = NewestSnapshot(PROCESS, 7, Plan(b""))
+OTHER_PROCESS: Any = object()
+OTHER_COPY = NewestSnapshot(OTHER_PROCESS, 7, Plan(b""))
 KEPT = KeptSnapshot(1, 7)
 
 
@@ -65,7 +67,7 @@ def test_a_snapshot_whose_replay_differs_is_given_up_and_says_why() -> None:
 def test_a_woken_copy_that_is_killed_is_followed_by_its_own_copy() -> None:
     killed = Died(-1, outside=True, copy=OTHER_COPY)
     way, instruction = walk([COPY, FAR], *[killed] * (LOSSES - 1))
-    assert instruction.source is OTHER_COPY
+    assert instruction.source.of is OTHER_PROCESS
     assert decide_way(way, killed, RULES)[1] == Try(FAR, is_last=True)
     assert walk([COPY, FAR], Died(-1, outside=True))[1] == Try(FAR, is_last=True)
 
@@ -73,10 +75,34 @@ def test_a_woken_copy_that_is_killed_is_followed_by_its_own_copy() -> None:
 def test_two_deaths_in_the_same_repeated_request_are_no_chance() -> None:
     crashed = Died(4, outside=False, copy=OTHER_COPY)
     elsewhere = Died(5, outside=False, copy=OTHER_COPY)
-    assert walk([COPY, FAR], crashed, elsewhere)[1].source is OTHER_COPY
+    assert walk([COPY, FAR], crashed, elsewhere)[1].source.of is OTHER_PROCESS
     way, instruction = walk([COPY, FAR], crashed, elsewhere, crashed)
     assert instruction.source is FAR
     assert way.setback == "2 processes ended while running request 5 of its replay"
+
+
+def test_where_deaths_come_by_chance_more_of_them_in_one_request_are_allowed() -> None:
+    crashed = Died(4, outside=False, copy=OTHER_COPY)
+    rules = replace(RULES, tries=3)
+    assert walk([COPY, FAR], crashed, crashed, rules=rules)[1].source.of is OTHER_PROCESS
+    assert walk([COPY, FAR], crashed, crashed, crashed, rules=rules)[1].source is FAR
+
+
+def test_copies_are_forked_on_the_way_and_the_newest_goes_on() -> None:
+    """All since the first copy is compared; and what is not repeated any more is no reason to give up."""
+    whole, rest = Plan(b"whole", requests=32), Plan(b"rest", requests=20)
+    first, again = NewestSnapshot(PROCESS, 7, whole), NewestSnapshot(OTHER_PROCESS, 7, whole)
+    newer = NewestSnapshot(OTHER_PROCESS, 19, rest)
+    _, instruction = walk([first, FAR], Died(30, outside=False, copy=again))
+    assert instruction.source == NewestSnapshot(OTHER_PROCESS, 7, replace(whole, every=8))
+    _, instruction = walk([first, FAR], *[Died(at, outside=False, copy=again) for at in (30, 20)])
+    assert instruction.source.plan.every == 4
+    way, instruction = walk(
+        [first, FAR], *[Died(at, outside=False, copy=again) for at in (30, 20)], Died(14, outside=False, copy=newer)
+    )
+    assert instruction.source == NewestSnapshot(OTHER_PROCESS, 19, replace(whole, repeated=12, every=5))
+    assert way.deaths == (((14, False), 1),)
+    assert decide_way(way, Died(14, outside=False, copy=newer), RULES)[1].source is FAR  # type: ignore[union-attr]
 
 
 def test_deaths_at_all_requests_count_together_while_a_shorter_replay_is_left() -> None:
@@ -91,7 +117,7 @@ def test_the_last_replay_is_taken_with_the_slots_that_differ_unless_all_do() -> 
     assert walk([FAR, NEAR], CameBack(differ))[1] == Try(NEAR, is_last=True)
     assert walk([NEAR], CameBack(differ))[1] == TakeOver(NEAR, differ)
     assert walk([NEAR], CameBack({**differ, 1: "last"}))[1] == GiveUp("one")
-    none_lost = WayRules(slots=3, poison_after=2, anew=(0,))
+    none_lost = WayRules(slots=3, tries=2, anew=(0,))
     assert walk([NEAR], CameBack({0: "new"}), rules=none_lost)[1] == TakeOver(NEAR, {0: "new"})
     assert walk([NEAR], CameBack(differ), rules=none_lost)[1] == GiveUp("one")
 
@@ -103,7 +129,7 @@ def test_what_cannot_be_built_leaves_only_snapshots() -> None:
 
 
 def test_a_replay_beside_the_old_process_is_tried_once() -> None:
-    rules = WayRules(slots=1, poison_after=2, replay_limit=10.0)
+    rules = WayRules(slots=1, tries=2, replay_limit=10.0)
     ended = GiveUp("its replay ended the new process")
     assert walk([FAR, NEAR], Died(0, outside=True), rules=rules)[1] == ended
     told = walk([FAR], Died(0, outside=False, hung=True), rules=rules)[1].reason

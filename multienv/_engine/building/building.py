@@ -27,6 +27,7 @@ from multienv._engine.processes.launcher import Launch, Preload, method_of, prel
 from multienv._engine.processes.limits import limit_error, limits_of_workers
 from multienv._engine.processes.serial import SerialChannel
 from multienv._engine.processes.worker_process import run_uninterrupted
+from multienv._engine.recovery.policy import ForkingPolicy
 from multienv._engine.recovery.recoverer import Launcher
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.recovery.turns import Turns
@@ -298,6 +299,7 @@ class Workers:
         preload = None if self._preload == () else preload_of(self._preload or (), setting, self._preload_seconds)
         seeds = ProcessSeeds(seeds_from(self._seed, index or 0)) if self._seed is not None else seeds_of_trainer()
         packed = _packed(tuple(env_fns), shares=self._backend.shares)
+        every = restart.snapshot_every if isinstance(restart, ForkingPolicy) else 0
         build = Build(
             env_fns=packed,
             exact=exact,
@@ -307,7 +309,7 @@ class Workers:
             setting=setting,
             space=space,
             truncates_errors=restart.on_error == "truncate",
-            snapshots=(restart.snapshot_every or 0) if restart.snapshots and restart.replays else -1,
+            snapshots=every if restart.snapshots and restart.replays else -1,
             journal=restart.journal_limit * len(env_fns),
             title=title,
             tells_imports=learns,

@@ -21,7 +21,7 @@ from multienv._engine.processes.channel import LONGEST_SLEEP, Channel, Fate, Gon
 from multienv._engine.threads import Bell
 from multienv._engine.wire.actions import PICKLED
 from multienv._engine.wire.banks import HEAD, MESSAGE, SKIPPED, STEP
-from multienv._engine.wire.segment import PID, REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS, Segment
+from multienv._engine.wire.segment import LOSS_SECONDS, PID, REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS, Segment
 from multienv.events import LossCause
 
 # Seconds given to the stack of a live process, and to its end, on the node and on the way.
@@ -94,7 +94,8 @@ class RelayChannel(Channel):
         layout = None if segment.layout == self._layout else segment.layout
         part = bytes(bank.view[: bank.layout.rewards])
         self._expected = number
-        self._courier.post((frames.ASK, self.name, number, layout, part, payload))
+        mean = segment.times[LOSS_SECONDS]
+        self._courier.post((frames.ASK, self.name, number, layout, mean, part, payload))
         self._posted, self._layout = number, segment.layout
 
     @interruptible

@@ -12,7 +12,9 @@ LAUNCH = "launch"  # channel, method, native threads, title
 WAKE = "wake"  # channel, the channel of the lost worker
 WAKE_KEPT = "wake kept"  # channel, token
 FREE = "free"  # token
-ASK = "ask"  # channel, number, layout of the banks or None if it is known, request part of the bank, payload or None
+# Channel, number, layout of the banks or None if it is known, mean time between two losses, request part of the bank,
+# payload or None.
+ASK = "ask"
 AWAIT = "await"  # channel, number of a request that it was given before it was woken: its answer is wanted
 STACK = "stack"  # channel
 KILL = "kill"  # channel, cause, whether the stack is wanted, detail

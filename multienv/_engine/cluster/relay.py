@@ -25,7 +25,7 @@ from multienv._engine.processes.worker_process import crowd_seconds
 from multienv._engine.recovery.reporter import resident_bytes
 from multienv._engine.threads import Bell
 from multienv._engine.wire.banks import HEAD, STEPPED, BankLayout
-from multienv._engine.wire.segment import BUSY, PID, REPLY_PAYLOAD, RESIDENT, Segment
+from multienv._engine.wire.segment import BUSY, LOSS_SECONDS, PID, REPLY_PAYLOAD, RESIDENT, Segment
 
 # Seconds a call waits for answers at the most, and for further ones after the first.
 HOLD = 1.0
@@ -33,7 +33,7 @@ LINGER = 0.002
 # Seconds between two looks at the memory of a worker.
 _LOOK = 0.1
 # The control words that the trainer reads: what the worker is at, and what it tells of itself.
-TOLD = (*range(BUSY, BUSY + 3), *range(PID, PID + 8))
+TOLD = (*range(BUSY, BUSY + 3), *range(PID, PID + 9))
 
 
 class Relayed:
@@ -59,8 +59,8 @@ class Relayed:
         assert self.channel is not None
         return self.channel.segment
 
-    def post(self, number: int, layout: BankLayout | None, part: bytes, payload: bytes | None) -> None:
-        """Give the worker a request, unless it has it already."""
+    def post(self, number: int, layout: BankLayout | None, mean: float, part: bytes, payload: bytes | None) -> None:
+        """Give the worker a request, unless it has it already; ``mean``: time between two losses."""
         self.asked = number
         if self.posted == number or self.channel is None or self.is_ending or self.gone is not None:
             return
@@ -70,6 +70,7 @@ class Relayed:
         if payload is not None:
             segment.write_request_payload(number, payload)
         segment.banks[number & 1].view[: len(part)] = part
+        segment.times[LOSS_SECONDS] = mean
         self.posted = number
         self.channel.ring(number)
 
@@ -230,10 +231,10 @@ class Relay:
         if self._any is not None:
             self._any.free(token)
 
-    def _do_ask(self, name: int, number: int, layout: BankLayout | None, part: bytes, payload: bytes | None) -> None:
+    def _do_ask(self, name: int, *request: Any) -> None:
         worker = self._workers.get(name)
         if worker is not None:
-            worker.post(number, layout, part, payload)
+            worker.post(*request)
             worker.is_told = False
 
     def _do_await(self, name: int, number: int) -> None:

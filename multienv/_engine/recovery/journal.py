@@ -108,6 +108,8 @@ class Plan:
         requests: Number of the entries.
         begun: The starts, by slot.
         resets: Slots that are replayed from a reset, and not from the construction of their envs.
+        repeated: So many requests the process has repeated: it is a copy, forked in an attempt that has failed.
+        every: Copies are forked between so many of the others; 0: none.
     """
 
     entries: bytes
@@ -117,12 +119,14 @@ class Plan:
     requests: int = 0
     begun: Mapping[int, Start] = field(default_factory=dict)
     resets: tuple[int, ...] = ()
+    repeated: int = 0
+    every: int = 0
 
     @property
     def message(self) -> Replay:
         """Return the request for the worker."""
         skipped = tuple(ReplayStart(slot, self.requests, b"") for slot in self.missing)
-        return Replay(self.entries, (*self.starts, *skipped), self.calls)
+        return Replay(self.entries, (*self.starts, *skipped), self.calls, self.repeated, self.every)
 
 
 class Journal:

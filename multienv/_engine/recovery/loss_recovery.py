@@ -38,7 +38,7 @@ class LossRecovery:
 
     def __init__(self, lost: Channel, fate: Fate, progress: RecoveryProgress, *, long_past: bool = False) -> None:
         self.lost, self.fate, self.progress = lost, fate, progress
-        self._long_past = long_past
+        self.long_past = long_past
         self.loss: Loss | None = None
         self.processes = 0
 
@@ -62,8 +62,8 @@ class LossRecovery:
         simulator may fail because of what has accumulated in its process. The snapshot holds that too, and a replay
         from the construction accumulates it again.
         """
-        sometimes("a process with all of its past is lost with the next request", self._long_past)
-        short = journal.plans(near=True) if self._long_past else []
+        sometimes("a process with all of its past is lost with the next request", self.long_past)
+        short = journal.plans(near=True) if self.long_past else []
         copy = recoverer.copy_of(self.lost, self.fate.snapshot)
         copies: list[Source] = [] if copy is None else [copy]
         return [*map(Replayed, short), *copies, *map(Replayed, journal.plans())]

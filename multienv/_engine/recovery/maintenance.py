@@ -11,7 +11,7 @@ from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.reporter import memory_of
 from multienv._engine.recovery.state_machine import Kind, State
 from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOTS, STEP_SECONDS
+from multienv._engine.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOT_SECONDS, SNAPSHOTS, STEP_SECONDS
 from multienv._engine.worker.census import OBSTACLES
 from multienv.config import RestartPolicy
 
@@ -106,9 +106,9 @@ class Maintenance:
         is_ripe = bool(self.recycling_due) and not self.recycling.is_put_off(position.episodes)
         self.is_due = is_ripe or bool(self.needs_rebuild)
 
-    def snapshots(self, channel: Channel | None) -> tuple[int, str]:
-        """Return how many forked snapshots the process has taken, and why it takes none now."""
+    def snapshots(self, channel: Channel | None) -> tuple[int, str, float | None]:
+        """Return how many forked snapshots the process has taken, why it takes none now, and how often it does."""
         if channel is None:
-            return 0, ""
-        words = channel.segment.words
-        return words[SNAPSHOTS], OBSTACLES[words[OBSTACLE]]
+            return 0, "", None
+        words, interval = channel.segment.words, channel.segment.times[SNAPSHOT_SECONDS]
+        return words[SNAPSHOTS], OBSTACLES[words[OBSTACLE]], interval or None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from multienv._engine.recovery.state_machine import POISON_AFTER
 from multienv.config import RestartPolicy
 from multienv.events import RecoveryMethod
 
@@ -17,6 +18,19 @@ LONGEST_BACKOFF = 10.0
 # Snapshots from snapshot() that a worker may keep at a time. Each is a frozen process, so a loop that forgets to free
 # them would take all processes of the user.
 MOST_SNAPSHOTS = 1024
+# The mean time between losses is that of so many, the last ones.
+_REMEMBERED = 8
+# Seconds of the shortest mean: many workers may be killed in one moment.
+_LEAST_MEAN = 1e-3
+# If requests that ended a process went through when they were repeated, one may end so many more before it is poison.
+_MORE_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ForkingPolicy(RestartPolicy):
+    """Has snapshots taken every so many steps, whatever they cost: for the doctor, tests and benchmarks."""
+
+    snapshot_every: int = 1
 
 
 @dataclass(slots=True)
@@ -37,6 +51,8 @@ class RecoveryProgress:
         changed: Says that the code has changed since the lost process imported it; ``""``: not as far as is known.
         doing: What it waits for, in words.
         setback: Why the snapshot did not recover the envs; ``""``: it did, or was not tried.
+        since: When the first process was lost with the same request, seconds of the clock.
+        tries: How many processes a request may end, the pending one or one that is repeated, before it is given up.
     """
 
     began: float
@@ -52,6 +68,53 @@ class RecoveryProgress:
     changed: str = ""
     doing: str = ""
     setback: str = ""
+    since: float = 0.0
+    tries: int = POISON_AFTER
+
+
+class Losses:
+    """What the workers of a call have in common about their losses: how often they come, and whether by chance.
+
+    Attributes:
+        seconds: Time that all envs took, all together.
+        count: Of the losses so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.count = 0.0, 0
+        self._times = deque([0.0], maxlen=_REMEMBERED + 1)
+        self._chances: Counter[Hashable] = Counter()  # by kind: requests that went through at last, less their repeats
+
+    @property
+    def mean(self) -> float:
+        """Return the mean time of the envs between two losses; 0.0: there was none.
+
+        It grows while none comes. Kills from outside count too: where they are rare, it soon is long.
+        """
+        return max(_LEAST_MEAN, (self.seconds - self._times[0]) / (len(self._times) - 1)) if self.count else 0.0
+
+    def begin(self, progress: RecoveryProgress, before: RecoveryProgress | None, kind: Hashable, limit: float) -> None:
+        """Note a loss, and how often its request may be tried.
+
+        A request that always ends its process (poison) is given up soon. If most of those that ended one went through
+        when they were repeated, it is chance: then there are more tries, but none begins later than after ``limit``.
+
+        Args:
+            progress: Of the recovery from the loss.
+            before: Of the recovery from the loss before, if that came with the same request.
+            kind: Of the loss.
+            limit: Seconds, see :class:`~multienv.Deadlines`.
+        """
+        self.count += 1
+        self._times.append(self.seconds)
+        progress.since = progress.began
+        if before is None:
+            progress.tries = POISON_AFTER + min(max(0, self._chances[kind]), _MORE_TRIES)
+            self._chances[kind] += 1
+            return
+        self._chances[kind] -= 1
+        progress.since = before.since
+        progress.tries = before.tries if progress.began - before.since < limit else POISON_AFTER
 
 
 class RestartBudget:

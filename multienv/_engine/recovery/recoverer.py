@@ -10,7 +10,7 @@ import math
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -20,8 +20,8 @@ from multienv._engine import interrupts
 from multienv._engine.processes.channel import Channel, Gone
 from multienv._engine.recovery.code import BatchCode
 from multienv._engine.recovery.journal import UNKNOWN, Plan
-from multienv._engine.recovery.policy import LONGEST_BACKOFF, RecoveryProgress, RestartBudget
-from multienv._engine.recovery.state_machine import LOSSES
+from multienv._engine.recovery.policy import LONGEST_BACKOFF, Losses, RecoveryProgress, RestartBudget
+from multienv._engine.recovery.state_machine import LOSSES, POISON_AFTER
 from multienv._engine.recovery.turns import Turns
 from multienv._engine.recovery.verification import differences, is_comparable
 from multienv._engine.recovery.way_back import (
@@ -56,7 +56,7 @@ from multienv._engine.wire.messages import (
     is_reset,
     pack_message,
 )
-from multienv._engine.wire.segment import REPLAYING, RESTARTS, SLOT
+from multienv._engine.wire.segment import LOSS_SECONDS, REPLAYING, RESTARTS, SLOT
 from multienv._engine.worker.source_files import changed_file
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import NoCapacityError, ResultNotPicklableError, counted
@@ -178,6 +178,7 @@ class Recoverer:
         restarts: Processes started in place of lost ones.
         turns: Bounds how many workers build at the same time; ``None``: nothing does.
         code: What the workers of a batch have in common about their code.
+        losses: And about their losses.
         learn: Called with what a process has imported to build the envs, if it was asked for that.
     """
 
@@ -195,6 +196,7 @@ class Recoverer:
         self.restarts = 0
         self.turns: Turns | None = None
         self.code = BatchCode()
+        self.losses = Losses()
         self.learn: Callable[[Imports], object] = lambda imports: None
         self._launcher = launcher
         self._policy = policy
@@ -312,12 +314,16 @@ class Recoverer:
             channel.kill()
             channel.release()
             raise Unrecoverable("it was closed")
-        channel.segment.words[RESTARTS] = self.restarts
+        self._tell_worker(channel)
         number = self.next_number()
         generators = {slot: state for slot, state in build.generators.items() if slot not in lost}
         message = replace(build, replacement=replacement, generators=generators, code=b"")
         self.publish(channel, number, pack_message(message))
         return channel, number
+
+    def _tell_worker(self, channel: Channel) -> None:
+        """Tell a new process how often processes were lost."""
+        channel.segment.words[RESTARTS], channel.segment.times[LOSS_SECONDS] = self.restarts, self.losses.mean
 
     def await_build(
         self, build: Build, channel: Channel, number: int, until: float | None, progress: RecoveryProgress | None = None
@@ -389,6 +395,12 @@ class Recoverer:
         self.arm(progress)
         return progress
 
+    def begin_after(self, kind: Hashable, before: RecoveryProgress | None) -> RecoveryProgress:
+        """Return the progress of the recovery from a loss of this kind; see :meth:`Losses.begin` for ``before``."""
+        progress, limit = self.begin(), self._deadlines.recovery
+        self.losses.begin(progress, before, kind, math.inf if limit is None else limit)
+        return progress
+
     def arm(self, progress: RecoveryProgress) -> None:
         """Restart the deadline of a recovery: an interrupted one goes on in a later call, with its whole time."""
         limit = self._deadlines.recovery
@@ -444,7 +456,7 @@ class Recoverer:
         """
         assert self.codec is not None
         once = self._policy.replay_limit if progress.is_optional else 0.0
-        rules = WayRules(self.codec.slots, self._policy.poison_after, once, anew, takes_some=lost is not None)
+        rules = WayRules(self.codec.slots, progress.tries, once, anew, takes_some=lost is not None)
         way = Way(tuple(sources), why_no_source)
         instruction: Try | GiveUp = way.next
         not_built: NotBuilt | None = None
@@ -471,7 +483,8 @@ class Recoverer:
                         progress.method = "journal" if isinstance(source, Replayed) else "snapshot"
                     return Revived(channel, source, build, decided.mismatches)
                 instruction = decided
-                if isinstance(event, Died) and isinstance(instruction, Try) and instruction.source is event.copy:
+                next_source = instruction.source if isinstance(instruction, Try) else None
+                if isinstance(next_source, NewestSnapshot) and next_source.of is channel:
                     dead = channel
                 elif channel is not None:
                     self._let_go(channel)
@@ -548,7 +561,7 @@ class Recoverer:
         if isinstance(source, Replayed):
             return self._replay(channel, source.plan, progress, until)
         limit = time.monotonic() + _UP_WITHIN
-        channel.segment.words[RESTARTS] = self.restarts
+        self._tell_worker(channel)
         channel.segment.lay_out(self.codec.layout)
         progress.doing = "waking the snapshot"
         if not self._wait(channel, source.number, limit if until is None else min(limit, until), progress):
@@ -614,7 +627,7 @@ class Recoverer:
                 self._was_given_up = False
                 return channel
             left = until - time.monotonic()
-            if progress.is_optional and tries >= self._policy.poison_after:
+            if progress.is_optional and tries >= POISON_AFTER:
                 raise failed
             if left < 2 * _LEAST_PAUSE or self._was_given_up:
                 self._was_given_up = True
@@ -659,7 +672,7 @@ class Recoverer:
                     raise NotBuilt(
                         "its envs are not built beside the old ones, or too slowly"
                     ) from gone.with_traceback(None)
-                if deaths[hung] >= (self._policy.poison_after if hung else LOSSES):
+                if deaths[hung] >= (POISON_AFTER if hung else LOSSES):
                     why = f"{deaths[hung]} processes ended while being built"
                     raise NotBuilt(why) from gone.with_traceback(None)
             except BaseException:

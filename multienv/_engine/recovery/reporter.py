@@ -300,7 +300,7 @@ class Reporter:
         restarts: int,
         step_seconds: float | None,
         journal_bytes: int,
-        snapshots: tuple[int, str],
+        snapshots: tuple[int, str, float | None],
     ) -> Statistics:
         """Return the counters at this moment."""
         return Statistics(
@@ -323,6 +323,7 @@ class Reporter:
             journal_bytes=journal_bytes,
             snapshots=snapshots[0],
             no_snapshots=snapshots[1],
+            snapshot_seconds=snapshots[2],
             rss=rss,
             last_loss=self.last_loss,
             last_recovery=self.last_recovery,

@@ -105,6 +105,7 @@ class State(NamedTuple):
         past_blamed: One of the losses is in neither: its process had a long past (:class:`Lost`). Something that has
             piled up in the process may be the cause, not the request.
         losses: Number of processes lost since the pending request was asked, or since the envs were to be built.
+        tries: How many processes a slot may end with the pending request before the slot is left out.
         what: A sentence that says how the last of these processes was lost.
     """
 
@@ -118,6 +119,7 @@ class State(NamedTuple):
     killed: tuple[tuple[int, int], ...] = ()
     past_blamed: bool = False
     losses: int = 0
+    tries: int = 2
     what: str = ""
 
     @property
@@ -134,13 +136,11 @@ class Rules:
     Attributes:
         slots: Number of envs.
         resets_itself: The worker begins the next episode of an env by itself, in or after the step that ends one.
-        poison_after: Number of processes that a slot may end with the same request before the slot is left out.
         on_crash, on_timeout: See :class:`~multienv.RestartPolicy`.
     """
 
     slots: int = 1
     resets_itself: bool = False
-    poison_after: int = 2
     on_crash: OnLoss = "replay"
     on_timeout: OnLoss = "replay"
 
@@ -195,6 +195,7 @@ class Lost:
         what: A sentence that says what happened.
         long_past: The process died, and it came from a recovery for this request that had repeated more of the past
             than it had to: from a snapshot, or from a replay that began at the construction.
+        tries: How many processes a slot may end with this request.
     """
 
     cause: LossCause
@@ -202,6 +203,7 @@ class Lost:
     outside: bool = False
     what: str = ""
     long_past: bool = False
+    tries: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +286,8 @@ class Instruction(Enum):
 # processes may be killed from outside while they build their envs, or in one request of a replay: such a death says
 # nothing about the request.
 LOSSES = 6
+# So many processes may end with the same request, or while they build their envs, if nothing says that it was chance.
+POISON_AFTER = 2
 
 # (process, event) → the process states that it may lead to. All other pairs cannot happen: decide() raises.
 TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {
@@ -472,11 +476,11 @@ def _replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruc
 def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
     if state.process is Process.BUILDING:
         after = state._replace(process=Process.NONE, losses=state.losses + 1)
-        goes_on = after.losses < (LOSSES if event.outside else rules.poison_after)
+        goes_on = after.losses < (LOSSES if event.outside else POISON_AFTER)
         if goes_on and rules.on(event.cause) == "replay":
             return after, Instruction.LAUNCH
         return _without_request(after), Instruction.RAISE_LOST
-    after = state._replace(process=Process.LOST, losses=state.losses + 1, what=event.what)
+    after = state._replace(process=Process.LOST, losses=state.losses + 1, tries=event.tries, what=event.what)
     if event.long_past and not state.past_blamed:
         after = after._replace(past_blamed=True)
     elif event.outside:
@@ -583,7 +587,7 @@ def _poisoned(state: State, rules: Rules) -> dict[int, str]:
     """Return the slots that end every process with the pending request, and the reasons for the caller."""
     if state.request is None:
         return {}
-    found = {slot: count for slot, count in state.deaths if count >= rules.poison_after}
+    found = {slot: count for slot, count in state.deaths if count >= state.tries}
     if state.losses >= LOSSES and not found:
         # The slot in which most processes ended is the cause. If nothing is known, all slots are.
         suspects = Counter(dict(state.deaths)) + Counter(dict(state.killed))
@@ -608,7 +612,7 @@ def _merged(known: tuple[tuple[int, str], ...], more: Mapping[int, str]) -> tupl
 
 _NO_REQUEST = {
     name: State._field_defaults[name]
-    for name in ("request", "skipped", "not_reset", "deaths", "killed", "past_blamed", "losses", "what")
+    for name in ("request", "skipped", "not_reset", "deaths", "killed", "past_blamed", "losses", "tries", "what")
 }
 
 

@@ -121,7 +121,7 @@ from multienv._engine.wire.messages import (
     pack_message,
     seeds_from,
 )
-from multienv._engine.wire.segment import ASKED, OBSTACLE, REPLY, REQUEST, SNAPSHOT, STEP_SECONDS, Segment
+from multienv._engine.wire.segment import ASKED, LOSS_SECONDS, OBSTACLE, REPLY, REQUEST, SNAPSHOT, STEP_SECONDS, Segment
 from multienv._engine.worker.starts import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
@@ -274,12 +274,7 @@ class Supervisor:
         self._long_past = False  # the process has repeated more of the past than a recovery has to
         self._why_lost = ""  # the process was ended to be replaced, and no new one could be had
         self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
-        self.rules = Rules(
-            resets_itself=resets_itself,
-            poison_after=policy.poison_after,
-            on_crash=policy.on_crash,
-            on_timeout=policy.on_timeout,
-        )
+        self.rules = Rules(resets_itself=resets_itself, on_crash=policy.on_crash, on_timeout=policy.on_timeout)
         self.codec: Codec | None = None
         self.answers: Any = None  # Answers
         self._rollout_reader: RolloutReader | None = None  # made when it is first needed
@@ -295,9 +290,9 @@ class Supervisor:
         return self.recoverer.description
 
     def share_memory(self, other: Supervisor) -> None:
-        """Share with the first worker of the batch what is known of the env: a memory across resets, its code."""
+        """Share with the first worker of the batch what is known of the env: memory across resets, code, losses."""
         self.position.journal.memory = other.position.journal.memory
-        self.recoverer.code = other.recoverer.code
+        self.recoverer.code, self.recoverer.losses = other.recoverer.code, other.recoverer.losses
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -587,9 +582,12 @@ class Supervisor:
             self.pending.save(channel.segment, number)
         self.position.journal.cut(number - 1)
         # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
-        losses = self.state.losses
-        long_past = self._long_past and losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)
-        loss_recovery = LossRecovery(channel, self._fate_of(gone), self.recoverer.begin(), long_past=long_past)
+        loss_recovery, losses = self.loss_recovery, self.state.losses
+        before = loss_recovery.progress if loss_recovery is not None and losses else None
+        progress = self.recoverer.begin_after((gone.cause, gone.fate.code), before)
+        least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
+        long_past = self._long_past and losses >= least
+        loss_recovery = LossRecovery(channel, self._fate_of(gone), progress, long_past=long_past)
         loss_recovery.loss = self._loss_of(gone, channel, slot)
         self.loss_recovery = loss_recovery
         lost = Lost(
@@ -597,7 +595,8 @@ class Supervisor:
             slots if is_policy else slot,
             gone.is_from_outside,
             loss_recovery.what_happened,
-            long_past and gone.cause == "died",
+            loss_recovery.long_past and gone.cause == "died",
+            loss_recovery.progress.tries,
         )
         instruction = self._happen(lost)
         if gone.cause == "hung" and request is not None and self.pending.lengthen(request, number):
@@ -924,7 +923,11 @@ class Supervisor:
 
     def _count_time(self, channel: Channel) -> float:
         """Return the time that the envs took so far."""
-        self.position.seconds += self.maintenance.took(channel)
+        seconds, losses = self.maintenance.took(channel), self.recoverer.losses
+        self.position.seconds += seconds
+        losses.seconds += seconds
+        if losses.count:
+            channel.segment.times[LOSS_SECONDS] = losses.mean
         return self.position.seconds
 
     def _answer(self, number: int, request: Request, message: Any, read: Read | None) -> Any:

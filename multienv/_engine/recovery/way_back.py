@@ -5,7 +5,9 @@ is a list of **sources**, the first one is tried, and ``decide_way`` says what f
 instruction carries its data: try this source, take over, or give up because of this reason.
 
 A process may die in an attempt by chance, of the request that it repeats, or of what has accumulated in it. So deaths
-are counted by the request in which they happen. Too many at one request, and the next source is tried.
+are counted by the request in which they happen. Too many at one request, and the next source is tried. A woken copy
+that has died is followed by the newest copy of it. Copies are forked on the way then, and what was repeated before the
+newest one is not repeated again: so a stretch in which many processes die by chance is passed in the end.
 """
 
 from __future__ import annotations
@@ -154,14 +156,14 @@ class WayRules:
 
     Attributes:
         slots: Number of envs.
-        poison_after: Processes that one request may end before the source is given up.
+        tries: Processes that one request may end before the source is given up.
         replay_limit: Seconds of a replay while the old process still runs: it is tried once; 0.0: that is gone.
         anew: Slots whose envs are new ones, and need not match.
         takes_some: The last replay is taken if at least one slot of it is as it was; else only if all are.
     """
 
     slots: int
-    poison_after: int
+    tries: int
     replay_limit: float = 0.0
     anew: Collection[int] = ()
     takes_some: bool = False
@@ -256,12 +258,20 @@ def _after_death(way: Way, event: Died, rules: WayRules) -> Way:
         if not reason and event.late:
             reason = "its replay took too long (see Deadlines.recovery)"
         return _left(way, reason) if reason else way
-    reason = _too_many(counted, event, rules)
-    if reason or event.copy is None or counted.total() >= LOSSES:
+    reason, copy = _too_many(counted, event, rules), event.copy
+    if reason or copy is None or not isinstance(source, NewestSnapshot):
         return _left(way, reason)
+    repeated, here = source.plan.requests - copy.plan.requests, (event.request, event.outside)
+    if repeated > source.plan.repeated:
+        sometimes("a woken snapshot fails, and a copy goes on that it has forked on its way")
+        counted = Counter({here: counted[here]})
+    elif counted.total() >= LOSSES:
+        return _left(way, "")
     sometimes("a woken snapshot is killed before it is handed over", event.outside)
     sometimes("a woken snapshot fails by chance in a request that it repeats", not event.outside)
-    return replace(way, sources=(event.copy, *others))
+    every = max(1, copy.plan.requests >> (counted.total() + 1))
+    plan = replace(source.plan, repeated=repeated, every=every)  # all of it is compared in the end
+    return replace(way, sources=(replace(copy, plan=plan), *others), deaths=tuple(sorted(counted.items())))
 
 
 def _too_many(counted: Counter[tuple[int, bool]], event: Died, rules: WayRules, *, of_all: bool = False) -> str:
@@ -269,7 +279,7 @@ def _too_many(counted: Counter[tuple[int, bool]], event: Died, rules: WayRules, 
     deaths = counted[event.request, event.outside]
     if of_all:
         deaths = sum(count for (_, outside), count in counted.items() if not outside)
-    if deaths < (LOSSES if event.outside else rules.poison_after):
+    if deaths < (LOSSES if event.outside else rules.tries):
         return ""
     where = "when their replay was over" if event.request == -1 else f"while running request {event.request + 1} of its"
     return f"{deaths} processes ended {where}{'' if event.request == -1 else ' replay'}"

@@ -71,7 +71,7 @@ class Build:
         setting: The surroundings of the trainer; ``None`` in the trainer's own process.
         space: Observation space whose rows the batch has; ``None``: that of the first env.
         truncates_errors: An exception of an env in ``step`` ends its episode instead of being raised.
-        snapshots: Forked snapshots: every so many steps; 0: as is good; -1: never.
+        snapshots: Forked snapshots: every so many steps; 0: at the best interval; -1: never.
         journal: Bytes that the trainer keeps of requests since the newest snapshot; 0: that is not known.
         replacement: The worker replaces a lost one: its first snapshot is taken at once.
         starts: Part of the envs' time that saving the states of generators before resets may take; 0: none are saved.
@@ -277,11 +277,15 @@ class Replay:
         starts: Resets at which slots begin, or their generators are put back; those that are not named take part from
             the first entry on.
         calls: Calls, and attributes to set, before ``entries`` begin, each pickled; their outcome is not compared.
+        repeated: The process has run so many of them; it is a copy that was forked in another process's replay.
+        every: Fork a copy between so many of the others; 0: never.
     """
 
     entries: bytes
     starts: tuple[ReplayStart, ...] = ()
     calls: tuple[bytes, ...] = ()
+    repeated: int = 0
+    every: int = 0
 
 
 @dataclass(frozen=True, slots=True)

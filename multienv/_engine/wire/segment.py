@@ -50,6 +50,7 @@ REQUEST_PAYLOAD = 2  # and 3: bytes of payload with an even and with an odd requ
 CORE = 50  # 1 + the core to run on while steps are short; 0: any (trainer)
 SPINNERS = 51  # so many workers share a core, and spin before they sleep; 0: do not spin (trainer)
 RESTARTS = 52  # processes that were started in place of lost ones, up to this one (trainer)
+LOSS_SECONDS = 54  # float64: mean time of the envs between two losses; 0: there was none (trainer)
 BANK_SIZE = 53  # bytes of one bank; 0: not laid out yet (both, the same)
 FILE_LIMIT = 48  # bytes that the file may have: a half for the banks, an eighth for each longer payload (trainer)
 PID = 56  # the process that serves this segment (worker)
@@ -60,7 +61,8 @@ RESIDENT = 60  # its resident memory in bytes, where its process is on another m
 SNAPSHOT = 61  # number of the last request executed in its newest forked snapshot; 0: there is none (worker)
 OTHER_SECONDS = 62  # float64: time that resets and recorded calls have taken, all together (worker)
 ASKED = 63  # number of the last request in which an env asked outside, as Python tells; 0: in none (worker)
-SHARED = 64  # 1: the first byte on the wake socket brings the file that the workers share (trainer)
+SNAPSHOT_SECONDS = 64  # float64: time of the envs between two snapshots, at present (worker)
+SHARED = 65  # 1: the first byte on the wake socket brings the file that the workers share (trainer)
 
 _SHORT_PAYLOAD = 2048
 _SHORT = 512

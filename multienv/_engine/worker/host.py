@@ -72,8 +72,8 @@ class Host:
         segment: Where requests are read and replies are written.
         on_build: Called with the message before the envs are built, to set ``sys.path``, the working directory and so
             on.
-        on_keep: Takes a snapshot to come back to, given the number of the last request and a token; returns the
-            obstacle, or ``""``.
+        on_keep: Takes a snapshot to come back to, given the number of the last request and a token, or one for
+            recoveries (token 0); returns the obstacle, or ``""``.
         env_fns: What builds the envs, where it does not travel with the message.
         load: Returns what builds the envs, given what travels with the message.
         code: Returns from which files the process has imported, given when the imports for the envs began, in ns; see
@@ -84,6 +84,7 @@ class Host:
             function after each request that is not a step. For a rollout it returns the number of the last request and
             the seconds that the envs took for a step, else ``None``.
         closing: There was a request to close the envs.
+        came: What came of a replay so far, which copies go on with that are forked meanwhile.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Host:
         code: Callable[[int], bytes] = lambda began: b"",
     ) -> None:
         self.closing = False
+        self.came: list[bytes] = []
         self.handle: Handle = self._handle
         self._segment = segment
         self._on_build = on_build
@@ -263,10 +265,15 @@ class Host:
             number: That of the replay.
             message: The replay.
         """
-        segment, words, group, came = self._segment, self._segment.words, self._envs(), []
+        segment, words, group, again = self._segment, self._segment.words, self._envs(), 0
+        del self.came[message.repeated :]
         skipped = group.waiting = {start.slot for start in message.starts if start.waits}
         group.starts.begin_replay()
         for index, entry in enumerate(split_entries(message.entries, segment.layout.end)):
+            if index < message.repeated:
+                continue
+            if message.every and again and not index % message.every:
+                self._on_keep(again, 0)
             starting = {start.slot: start.generators for start in message.starts if start.entry == index}
             skipped.difference_update(starting)
             group.starts.replaying = starting
@@ -282,7 +289,7 @@ class Host:
                     bank.layout.skipped : bank.layout.rewards
                 ]
             evidence = payload_of(segment, again).evidence if bank.view[3] & PICKLED_ROWS else b""
-            came.append(entry_of(bank, entry.request_payload, evidence))
+            self.came.append(entry_of(bank, entry.request_payload, evidence))
         words[REPLAYING] = 0
         if skipped:
             group.starts.look_at_generators()
@@ -294,6 +301,7 @@ class Host:
             )
         for slot in skipped:
             seeding.renew(group.envs[slot])
+        came, self.came = self.came, []
         return b"".join(came)
 
     def _ask_again(self, entry: Entry, skipped: AbstractSet[int]) -> None:

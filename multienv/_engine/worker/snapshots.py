@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import random
 import signal
@@ -30,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from multienv._engine.wire.banks import OVERHEAD
-from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT, SNAPSHOTS, Segment
+from multienv._engine.wire.segment import LOSS_SECONDS, OBSTACLE, SNAPSHOT, SNAPSHOT_SECONDS, SNAPSHOTS, Segment
 from multienv._engine.worker.asked import AskedOutside
 from multienv._engine.worker.census import (
     CHILDREN,
@@ -90,6 +91,20 @@ class Woken(BaseException):
         self.number = number
 
 
+def interval_for(cost: float, mean: float = math.inf) -> float:
+    """Return the seconds of the envs' time between two snapshots.
+
+    The longest at which they cost little; or that at which they, and what is repeated after losses, cost the least,
+    if it is shorter (Young 1974, Daly 2006). It is at least what a snapshot takes: half of the time goes by in steps.
+
+    Args:
+        cost: Seconds that a snapshot takes.
+        mean: Seconds of the envs' time between two losses.
+    """
+    usual = min(max(_SHORTEST, _MULTIPLE * cost), max(_LONGEST, _LEAST_MULTIPLE * cost))
+    return min(usual, max(cost, math.sqrt(2 * cost * mean))) if cost else usual
+
+
 class Snapshots:
     """Decides when a worker takes snapshots, and takes them.
 
@@ -139,8 +154,9 @@ class Snapshots:
         """Take a snapshot after the step with this number, if one is due. A copy that is woken raises `Woken` here."""
         if self._every < 0:
             return
-        steps = number - self._number
-        if steps >= self._every if self._every else self._is_due(number, steps, step_seconds):
+        steps, times = number - self._number, self._segment.times
+        times[SNAPSHOT_SECONDS] = interval = self._present_interval()
+        if steps >= self._every if self._every else self._is_due(number, steps, interval / max(step_seconds, 1e-9)):
             obstacle = self._asked.take() or self._take(number, 0)
             self._segment.words[OBSTACLE] = obstacle
             if obstacle:  # the obstacle may go away: try again later
@@ -149,22 +165,31 @@ class Snapshots:
                 if obstacle not in _OF_THE_PROCESS:
                     self._drop()
 
-    def _is_due(self, number: int, steps: int, step_seconds: float) -> bool:
+    def _present_interval(self) -> float:
+        """Return the seconds of the envs' time between two snapshots: fewer if processes are often lost."""
+        mean = self._segment.times[LOSS_SECONDS]
+        if not mean or self._segment.words[OBSTACLE]:
+            return self._interval
+        return min(self._interval, interval_for(self._cost, mean))
+
+    def _is_due(self, number: int, steps: int, enough: float) -> bool:
         """Tell whether a snapshot is due: at round numbers, so that workers stepped together also fork together.
 
         At the latest after twice as many steps as are enough: other requests may have all the round numbers.
         """
-        enough = self._interval / max(step_seconds, 1e-9)
         if self._journal:  # a quick env fills it before the interval is over
             enough = min(enough, _PART_OF_JOURNAL * self._journal / (self._segment.layout.end + OVERHEAD))
         is_round = number % (1 << max(0, int(enough).bit_length() - 1)) == 0
         return steps >= enough and (is_round or steps >= 2 * enough)
 
     def keep(self, number: int, token: int) -> str:
-        """Take a snapshot during request ``number``, kept under ``token``; return the obstacle in words, or ``""``."""
+        """Take a snapshot during request ``number``, kept under ``token``; return the obstacle in words, or ``""``.
+
+        With token 0 it is one for recoveries, taken in a replay.
+        """
         if sys.platform != "linux":
             return "the operating system"
-        return OBSTACLES[self._take(number, token)]
+        return OBSTACLES[(not token and self._asked.take()) or self._take(number, token)]
 
     def go_on(self, segment: Segment, descriptors: WorkerDescriptors) -> None:
         """Take over segment and descriptors in a woken copy, and take another snapshot in its place."""
@@ -218,8 +243,7 @@ class Snapshots:
             self._segment.words[SNAPSHOT], self._newest = number, pid
         self._segment.words[SNAPSHOTS] += 1
         self._cost = max(time.perf_counter() - began, 0.75 * self._cost)
-        longest = max(_LONGEST, _LEAST_MULTIPLE * self._cost)
-        self._interval = min(max(_SHORTEST, _MULTIPLE * self._cost), longest)
+        self._interval = interval_for(self._cost)
         return 0
 
     def _announce(self, message: bytes, channel: socket.socket) -> bool:
