@@ -938,17 +938,9 @@ MUTANTS = [
     Mutant(
         "A channel takes whatever reply there is after it has slept, whatever its number.",
         4,
-        "worker_process:ProcessChannel.wait",
-        """
-        ended = self.attend()
-        if self.answered(number):
-            return True
-        """,
-        """
-        ended = self.attend()
-        if words[REPLY]:
-            return True
-        """,
+        "processes.channel:Channel.wait",
+        "self.answered(number)",
+        "self.segment.words[REPLY]",
     ),
     Mutant(
         "A worker that has missed its deadline is kept and waited for again.",
