@@ -187,11 +187,9 @@ class Reporter:
         )
         self.reports.open(loss, case)
         logger.info("%s", what_happened(loss))
-        new = self._for_hooks(loss)
-        # Nothing is called from here until the caller has the loss: it is counted once, whenever Ctrl-C comes.
         self._losses += 1
         self.last_loss = loss
-        self.events += new
+        self.events += self._for_hooks(loss)
         return loss
 
     def recovering(self, doing: str, progress: RecoveryProgress) -> None:
@@ -201,7 +199,7 @@ class Reporter:
         verb = "are" if len(self.envs) > 1 else "is"
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
-    def recovery(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> Recovery:
+    def recovery(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> None:
         """Count the outcome of a loss; log a warning that describes both, or count it with others of its kind."""
         recovery = Recovery(
             loss,
@@ -219,13 +217,10 @@ class Reporter:
         line = self._repeats.line(cause, outcome, outcome_text(recovery), time.monotonic())
         if line:
             logger.warning("%s", line)
-        new = self._for_hooks(recovery)
-        # Nothing is called from here until the caller has committed the state, as in loss().
         self.last_recovery = recovery
         self._outcomes[outcome] += 1
         self._replayed_requests += progress.replayed
-        self.events += new
-        return recovery
+        self.events += self._for_hooks(recovery)
 
     def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
         """Note that an exception of an env ended its episode, as ``on_error="truncate"`` says."""
