@@ -1335,6 +1335,7 @@ MUTANTS = [
         "members:Members.lose",
         "supervisor.lose(keeps_request=not sending)",
         "",
+        ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
         "Envs are recovered from a snapshot that has executed a request which was taken back.",
@@ -1358,7 +1359,7 @@ MUTANTS = [
         "in_flight:InFlight.take",
         "self.is_broken = breaks(error)",
         "self.is_broken = False",
-        ("tests/faults/test_interruptions.py",),
+        ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
         "Ctrl-C in a wait makes the workers that are awaited count as lost.",
