@@ -146,7 +146,7 @@ class SubprocessVecEnv(VecEnv):
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
         """Collect observations, rewards (of ``reward_dtype``), dones and infos."""
         if self._taken is None:
-            # Stored as soon as it is returned: whatever interrupts what follows, the next call has it.
+            # Stored as soon as it is returned: whatever follows may raise.
             self._taken = self.vector_env.step_wait()
         observations, rewards, terminations, truncations, infos = self._taken
         dones = terminations | truncations

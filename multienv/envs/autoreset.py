@@ -18,7 +18,7 @@ from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import MultienvError, UsageError
 
 
-class AutoresetFollowup:
+class AutoresetOfOne:
     """Makes resets of steps, and lets resets follow them: what a fan-out over single envs does about ended episodes.
 
     Whether an episode has ended is the supervisor's to say: an episode that the caller begins or restores goes on.
@@ -89,13 +89,13 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._is_due = False
         self._ending: Transition | None = None
         self._supervisor = supervisor_of(env)
-        self._followup = None if self.mode is AutoresetMode.DISABLED else AutoresetFollowup(self.mode)
-        self._calls = None if self._supervisor is None else Calls(self._supervisor, self._followup)
+        self._autoreset = None if self.mode is AutoresetMode.DISABLED else AutoresetOfOne(self.mode)
+        self._calls = None if self._supervisor is None else Calls(self._supervisor, self._autoreset)
 
     @property
     def ended(self) -> bool:
         """Return whether the next step is a reset."""
-        if self._supervisor is None or self._followup is None:
+        if self._supervisor is None or self._autoreset is None:
             return self._is_due
         return self._supervisor.state.episode is Episode.ENDED
 

@@ -21,7 +21,7 @@ from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.actions import own_copy
 from multienv._engine.wire.messages import Reset, reset_of_one
 from multienv.config import checked_options, integer
-from multienv.envs.autoreset import AutoresetFollowup, AutoResetWrapper, joined
+from multienv.envs.autoreset import AutoresetOfOne, AutoResetWrapper, joined
 from multienv.envs.subprocess_env import (
     SupervisedEnv,
     close_all,
@@ -84,8 +84,8 @@ class MultiEnv:
         if bind_cores:
             spread([one for env in hosted.values() if (one := supervisor_of(env)) is not None])
         disabled = self.autoreset_mode is AutoresetMode.DISABLED
-        followup = None if disabled else AutoresetFollowup(self.autoreset_mode)
-        self._fan = FanOut([self._member(env) for env in self.envs], followup=followup, threads=max_workers)
+        autoreset = None if disabled else AutoresetOfOne(self.autoreset_mode)
+        self._fan = FanOut([self._member(env) for env in self.envs], autoreset=autoreset, threads=max_workers)
         self._pace = OwnPace(self._fan)
 
     def _hosted(self) -> dict[int, SupervisedEnv]:

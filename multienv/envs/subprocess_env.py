@@ -95,8 +95,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
                 self.metadata = description.metadata
                 self.spec = description.spec
                 self.render_mode = description.render_mode
-                # Copies: training code writes to spaces (CleanRL sets a dtype), and recovery goes by these. The one
-                # that is asked about above comes last: an interruption leaves all to do again.
+                # Copies: training code writes to spaces (CleanRL sets a dtype), and recovery goes by these.
                 self._show_spaces(description.spaces[0])
         finally:
             self._supervisor.reporter.call_hooks()
@@ -104,8 +103,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
     def _show_spaces(self, spaces: tuple[Any, Any]) -> None:
         """Show these spaces; an env may set others in its reset."""
-        observation_space, self.action_space = copy.deepcopy(spaces)
-        self.observation_space = observation_space
+        self.observation_space, self.action_space = copy.deepcopy(spaces)
 
     def close(self) -> None:
         """Ask the process to end, and kill it after ``Deadlines.close`` seconds. A second call does nothing."""

@@ -145,15 +145,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._slices = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
         space = copying.deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None
         made = workers(**options)
-        followup, autoreset, make = None, self.autoreset_mode.name, made.make
+        hook, autoreset, make = None, self.autoreset_mode.name, made.make
         if autoreset == "SAME_STEP" and made.recycles and max(sizes) == 1:
             me = weakref.proxy(self)  # envs that are not closed end with the last reference to them
-            followup, autoreset = ResetAtOnce(lambda reply: me._rows.row(reply, 0)), "NEXT_STEP"
+            hook, autoreset = ResetAtOnce(lambda reply: me._rows.row(reply, 0)), "NEXT_STEP"
         self._workers = [make(env_fns[rows], rows.start, autoreset=autoreset, space=space) for rows in self._slices]
         if place is not None:
             place(self._workers)
-        self._fanout = FanOut(self._workers, followup=followup)
-        self._resets_at_once = followup is not None
+        self._fanout = FanOut(self._workers, autoreset=hook)
+        self._resets_at_once = hook is not None
         self._merges = merge_infos
         self._is_disabled = self.autoreset_mode is AutoresetMode.DISABLED
         self._begun = np.zeros(self.num_envs, np.bool_)  # the env has an episode

@@ -28,7 +28,7 @@ class _Ending(NamedTuple):
 
 
 class ResetAtOnce:
-    """Lets the step that resets follow the step that ended an episode: a followup of a fan-out, one env a worker.
+    """Lets the step that resets follow the step that ended an episode: an autoreset hook, one env a worker.
 
     Args:
         observation_of: Returns a copy of the observation in a reply.

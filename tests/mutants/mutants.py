@@ -1047,17 +1047,9 @@ MUTANTS = [
     Mutant(
         "A channel takes whatever reply there is after it has slept, whatever its number.",
         4,
-        "worker_process:ProcessChannel.wait",
-        """
-        ended = self.attend()
-        if self.answered(number):
-            return True
-        """,
-        """
-        ended = self.attend()
-        if words[REPLY]:
-            return True
-        """,
+        "processes.channel:Channel.wait",
+        "self.answered(number)",
+        "self.segment.words[REPLY]",
     ),
     Mutant(
         "A worker that has missed its deadline is kept and waited for again.",
@@ -1460,6 +1452,7 @@ MUTANTS = [
         "members:Members.lose",
         "supervisor.lose(keeps_request=not sending)",
         "",
+        ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
         "Envs are recovered from a snapshot that has executed a request which was taken back.",
@@ -1483,7 +1476,7 @@ MUTANTS = [
         "in_flight:InFlight.take",
         "self.is_broken = breaks(error)",
         "self.is_broken = False",
-        ("tests/faults/test_interruptions.py",),
+        ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
         "Ctrl-C in a wait makes the workers that are awaited count as lost.",

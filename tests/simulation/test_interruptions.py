@@ -48,7 +48,15 @@ def test_interrupted_call_loses_no_transition(base: Case, losses: str, stride: i
 
 @pytest.mark.parametrize("policy", ["journal", "starts"])
 def test_interrupted_reset_of_some_envs_is_replayed_as_it_was(policy: str) -> None:
-    """What is laid over the rows of a reply is no part of the record, however often the reply is read."""
+    """What is laid over the rows of a reply is no part of the record, wherever the call is left."""
     ops = (("reset", 7), *(("step", number) for number in range(9)))
     last = Fault(0, "request", Run(Case("DISABLED", policy, ops)).play().events[0, "request"], "executed")
     check_each_place(Case("DISABLED", policy, ops, (last,)), first=3, stride=149)
+
+
+@pytest.mark.parametrize("policy", ["journal", "starts"])
+def test_interrupted_steps_of_some_envs_are_replayed_as_they_were(policy: str) -> None:
+    """The same for envs at their own pace, where the rows of those that are left alone are laid over."""
+    ops = (("reset", 7), *(("some", number) for number in range(7)))
+    last = Fault(0, "request", Run(Case("NEXT_STEP", policy, ops)).play().events[0, "request"], "executed")
+    check_each_place(Case("NEXT_STEP", policy, ops, (last,)), first=3, stride=173)

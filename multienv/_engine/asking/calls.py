@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from multienv._engine.asking.fanout import FanOut, Round, resumed
-from multienv._engine.asking.members import Followup
+from multienv._engine.asking.members import AutoresetHook
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.messages import Call, Message, Render
@@ -104,7 +104,7 @@ class Calls:
 
     Args:
         supervisor: Of the env.
-        followup: Makes resets of steps and lets resets follow them.
+        autoreset: Makes resets of steps and lets resets follow them.
 
     Attributes:
         convert: Makes of the answer to a step or a reset what the caller is given; ``None``: that is the answer. It
@@ -113,10 +113,10 @@ class Calls:
 
     __slots__ = ("_fan", "_supervisor", "convert")
 
-    def __init__(self, supervisor: Supervisor, followup: Followup | None = None) -> None:
+    def __init__(self, supervisor: Supervisor, autoreset: AutoresetHook | None = None) -> None:
         self.convert: Callable[[Any], Any] | None = None
         self._supervisor = supervisor
-        self._fan = FanOut([supervisor], followup=followup, skips_none=False)
+        self._fan = FanOut([supervisor], autoreset=autoreset, skips_none=False)
 
     def step(self, action: Any) -> Any:
         """Take a step, or complete an interrupted step, whose info then says so."""

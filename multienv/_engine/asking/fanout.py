@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Any
 
 from multienv._engine import interrupts
-from multienv._engine.asking.members import Blocking, Followup, Members, breaks, is_asked
+from multienv._engine.asking.members import AutoresetHook, Blocking, Members, breaks, is_asked
 from multienv._engine.cores import AskingOrder
 from multienv._engine.native import native
 from multienv._engine.processes.channel import Channel, wait_any
@@ -99,7 +99,7 @@ class Round:
             self.answers = [None if request is nothing else MISSING for request in requests]
         self.failures: dict[int, BaseException] = {}
         self.tasks: dict[int, Task] = {}
-        self.endings: dict[int, Any] = {}  # what a followup has kept
+        self.endings: dict[int, Any] = {}  # what an autoreset hook has kept
 
     @property
     def is_supervised(self) -> bool:
@@ -157,7 +157,7 @@ class FanOut:
 
     Args:
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
-        followup: Makes resets of steps and lets resets follow them.
+        autoreset: Makes resets of steps and lets resets follow them.
         threads: Of the executor; ``None``: one for each member.
         name: Of the threads.
         skips_none: A request of ``None`` leaves its member alone.
@@ -170,13 +170,13 @@ class FanOut:
         self,
         members: Sequence[Supervisor | Blocking],
         *,
-        followup: Followup | None = None,
+        autoreset: AutoresetHook | None = None,
         threads: int | None = None,
         name: str = "multienv",
         skips_none: bool = True,
     ) -> None:
         nothing = None if skips_none else MISSING
-        self.members = Members(self, members, followup=followup, threads=threads, name=name, nothing=nothing)
+        self.members = Members(self, members, autoreset=autoreset, threads=threads, name=name, nothing=nothing)
         self._owner: dict[str, int] = {}  # "thread": the one that is in a call, or was interrupted in one
         # After multienv._engine.cores.spread(), which says on which core each worker runs.
         cores = {member: one.core for member, one in enumerate(self.members.supervisors) if one is not None}

@@ -24,7 +24,7 @@ from multienv.errors import CallPendingError, ClusterError, MultienvError, Syste
 Blocking = Callable[[str, Any], Any]
 
 
-class Followup(Protocol):
+class AutoresetHook(Protocol):
     """Says what a step means besides itself: autoreset. Without one a step is a step.
 
     Attributes:
@@ -81,7 +81,7 @@ class AnyRound(Protocol):
         answers: Of each member; ``None`` if it failed.
         failures: Member → what it raised.
         tasks: Member → the call that a thread makes for it.
-        endings: Member → what the followup has kept of a step that ended an episode, while it asks for what comes next.
+        endings: Member → what the autoreset hook has kept of a step that ended an episode.
         sending: Members that are being asked; ``()``: all are asked.
         is_broken: An exception of a signal handler has left a call; the next one counts its workers as lost.
         is_supervised: It asks supervisors; else it makes calls that block.
@@ -135,7 +135,7 @@ class Members:
     Args:
         owner: Who asks them.
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
-        followup: Makes resets of steps and lets resets follow them.
+        autoreset: Makes resets of steps and lets resets follow them.
         threads: Of the executor; ``None``: one for each member.
         name: Of the threads.
         nothing: The request that leaves a member alone.
@@ -156,7 +156,7 @@ class Members:
         owner: Owner,
         members: Sequence[Any],
         *,
-        followup: Followup | None,
+        autoreset: AutoresetHook | None,
         threads: int | None,
         name: str,
         nothing: Any,
@@ -164,11 +164,11 @@ class Members:
         self.supervisors: list[Any] = [None if callable(one) else one for one in members]
         self.blocking = {member: one for member, one in enumerate(members) if callable(one)}
         self.nothing = nothing
-        self.leaves_ends = followup is not None and followup.leaves_ends
+        self.leaves_ends = autoreset is not None and autoreset.leaves_ends
         self.recovers_here = len(members) == 1 and not self.blocking
         self.asked: Any = None  # AnyRound
         self.me = weakref.ref(owner)
-        self._followup = followup
+        self._autoreset = autoreset
         self._threads = min(threads or len(members), len(members))
         self._name = name
         self._executor: Pool | None = None
@@ -228,7 +228,7 @@ class Members:
                 # If nothing is pending, a thread has collected it, or a call that was broken off then.
                 is_pending = is_asked(current, supervisor)
                 answer = supervisor.collect(None, recovers) if is_pending else supervisor.resume()
-                if self._followup is not None and current.request(member)[0] == "step":
+                if self._autoreset is not None and current.request(member)[0] == "step":
                     answer = self._follow(current, member, answer)
                 if answer is not MISSING:
                     current.answers[member] = answer
@@ -241,11 +241,11 @@ class Members:
 
     def _follow(self, current: AnyRound, member: int, answer: Any) -> Any:
         """Return what a step comes to, given an answer; MISSING if a request follows."""
-        followup, supervisor, ended = self._followup, self.supervisors[member], current.endings.get(member)
-        assert followup is not None
-        following = followup.next(supervisor, ended, answer, current.request(member)[1])
+        autoreset, supervisor, ended = self._autoreset, self.supervisors[member], current.endings.get(member)
+        assert autoreset is not None
+        following = autoreset.next(supervisor, ended, answer, current.request(member)[1])
         if following is None:
-            return followup.joined(ended, answer)
+            return autoreset.joined(ended, answer)
         current.endings[member], name, request = following
         if supervisor.maintenance.is_due or supervisor.maintenance.recycling_due:  # building takes a while
             self.begin(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
@@ -264,8 +264,8 @@ class Members:
             return
         try:
             message = None
-            if name == "step" and self._followup is not None:
-                message = self._followup.first(supervisor)
+            if name == "step" and self._autoreset is not None:
+                message = self._autoreset.first(supervisor)
             if message is not None:
                 name, request = "reset", message
             maintenance = supervisor.maintenance
@@ -351,8 +351,8 @@ class Members:
                 del current.tasks[member]
 
     def _fail(self, current: AnyRound, member: int, error: BaseException) -> None:
-        if self._followup is not None and current.request(member)[0] == "step" and isinstance(error, MultienvError):
-            self._followup.failed(current.endings.get(member), error)
+        if self._autoreset is not None and current.request(member)[0] == "step" and isinstance(error, MultienvError):
+            self._autoreset.failed(current.endings.get(member), error)
         # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
         current.failures[member] = error.with_traceback(None)
         current.answers[member] = None

@@ -101,28 +101,11 @@ class RelayChannel(Channel):
     @interruptible
     def wait(self, number: int, until: float | None) -> bool:
         """Sleep until the reply, the end of the process or ``until``."""
-        words = self.segment.words
-        if number not in (words[REPLY], self._posted) and self._gone is None:
+        if number not in (self.segment.words[REPLY], self._posted) and self._gone is None:
             self._expected = number
             self._courier.post((frames.AWAIT, self.name, number))  # what a woken snapshot says of itself
-            self._posted = number  # after post(): interrupted in between, it is posted once more
-        try:
-            while True:
-                words[TRAINER_SLEEPS] = 1
-                ended = self.attend()  # silences the bell, so it comes before the look
-                if words[REPLY] == number:
-                    return True
-                if ended:
-                    raise self._lose()
-                if until is not None and time.monotonic() >= until:
-                    return False
-                left = LONGEST_SLEEP if until is None else min(LONGEST_SLEEP, until - time.monotonic())
-                poller = select.poll()
-                poller.register(self._bell.descriptor, select.POLLIN)
-                poller.poll(max(0.0, left) * 1000)
-        finally:
-            words[TRAINER_SLEEPS] = 0
-            del words  # the traceback of an error holds this frame, and an error may be kept for long
+            self._posted = number
+        return super().wait(number, until)
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptor of the bell."""
@@ -188,7 +171,8 @@ class RelayChannel(Channel):
 
     # --- the end --------------------------------------------------------------------------------
 
-    def _lose(self, cause: LossCause = "died", detail: str = "the channel is closed") -> Gone:
+    def lose(self, cause: LossCause = "died", detail: str = "the channel is closed") -> Gone:
+        """Return what the relay told of the end."""
         return Gone(cause, pid=self.pid, detail=detail) if self._gone is None else self._gone()
 
     @interruptible
@@ -219,7 +203,7 @@ class RelayChannel(Channel):
             self._courier.post((frames.KILL, self.name, cause, stack, detail))
             if not self._await(lambda: self._gone is not None, _KILL_PATIENCE):
                 self.hear_gone(partial(Gone, cause, pid=self.pid, detail=detail or "its host did not tell how"))
-        return self._lose(cause, detail)
+        return self.lose(cause, detail)
 
     def wake(self) -> RelayChannel | None:
         """Tell the relay to wake the snapshot, which says by its first answer that it is up."""

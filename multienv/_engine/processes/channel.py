@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from multienv._engine.interrupts import interruptible
 from multienv._engine.threads import Bell
@@ -137,7 +138,7 @@ class Channel(ABC):
     def ring(self, number: int) -> None:
         """Announce that request ``number`` lies in the segment. Never blocks; a repeated call does no harm."""
 
-    @abstractmethod
+    @interruptible
     def wait(self, number: int, until: float | None) -> bool:
         """Wait for the reply to request ``number``.
 
@@ -151,6 +152,16 @@ class Channel(ABC):
         Raises:
             Gone: The process has ended without that reply.
         """
+        ended = wait_any([(self, number)], inf if until is None else until)
+        if self.answered(number):
+            return True
+        if ended:
+            raise self.lose()
+        return False
+
+    def lose(self) -> Gone:
+        """Return what :meth:`wait` raises, once the process has ended."""
+        return self.kill()
 
     def answered(self, number: int) -> bool:
         """Tell whether the reply to request ``number`` is there; no system call."""
@@ -234,7 +245,7 @@ def wait_any(
         empty.
     """
     asleep_at = time.monotonic() + SPIN_SECONDS
-    for _ in range(SPINS):
+    for _ in range(max((channel.spins for channel, _ in waiting), default=0)):
         found = _answered(waiting)
         if found:
             return found

@@ -23,15 +23,12 @@ from typing import TypeVar
 
 from multienv._engine.interrupts import interruptible, shielded
 from multienv._engine.processes.channel import (
-    FIRST_SLEEP_SECONDS,
     LONGEST_SLEEP,
-    SPIN_SECONDS,
     UNKNOWN_FATE,
     Channel,
     Fate,
     Gone,
     SystemErrors,
-    give_way,
 )
 from multienv._engine.processes.protocol import AT_ONCE, KILL, STACK, WAKE, MonitorNews, Order, send_with_descriptors
 from multienv._engine.threads import Lock, Task
@@ -39,11 +36,9 @@ from multienv._engine.wire.segment import (
     BUSY,
     PID,
     REPLAYING,
-    REPLY,
     REQUEST,
     SHARED,
     SLOT,
-    TRAINER_SLEEPS,
     WORKER_SLEEPS,
     Segment,
 )
@@ -164,39 +159,6 @@ class ProcessChannel(Channel):
                 self._wake_socket.send(b"s", AT_ONCE)
             self._rung = number
 
-    @interruptible
-    def wait(self, number: int, until: float | None) -> bool:
-        """Poll for the reply, then sleep until the reply, the end of the process or ``until``."""
-        words = self.segment.words
-        asleep_at = time.monotonic() + SPIN_SECONDS
-        for _ in range(self.spins):
-            if words[REPLY] == number:
-                return True
-            give_way()
-            if time.monotonic() > asleep_at:
-                break
-        patience = FIRST_SLEEP_SECONDS
-        try:
-            while True:
-                words[TRAINER_SLEEPS] = 1
-                if self.answered(number):
-                    return True
-                left = patience if until is None else min(patience, until - time.monotonic())
-                if not words[PID]:  # the monitor may have been stopped before it launched the process
-                    self._resume()
-                readable(self.descriptors(), left)
-                ended = self.attend()
-                if self.answered(number):  # read after the end was seen: a reply given before it counts
-                    return True
-                if ended:
-                    raise self._lose()
-                if until is not None and time.monotonic() >= until:
-                    return False
-                patience = LONGEST_SLEEP
-        finally:
-            words[TRAINER_SLEEPS] = 0
-            del words  # the traceback of an error holds this frame, and an error may be kept for long
-
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptors of wake socket and fate socket; none once they are released."""
         if self._is_released:
@@ -212,6 +174,8 @@ class ProcessChannel(Channel):
                 return False  # a wake byte: the reply is there, as a rule; news are read when there is none
             self._ended = True
         except BlockingIOError:
+            if not self.segment.words[PID]:  # the monitor may have been stopped before it launched the process
+                self._resume()
             self._hear()
             self._ended = self._news.fate is not None
         except OSError as error:
@@ -256,7 +220,7 @@ class ProcessChannel(Channel):
 
     # --- the end --------------------------------------------------------------------------------
 
-    def _lose(self, cause: LossCause = "died", detail: str = "") -> Gone:
+    def lose(self, cause: LossCause = "died", detail: str = "") -> Gone:
         """Return how the process ended; kill the process first if only its wake socket has ended."""
         if self._gone is None:
             if self._is_released:
@@ -292,7 +256,7 @@ class ProcessChannel(Channel):
                 Order(KILL).send(self._fate)
             fate = self._learn(KILL_PATIENCE) or UNKNOWN_FATE
             self._note_end(cause, replace(fate, stack=stacks or fate.stack), detail)
-        return self._lose(cause, detail)
+        return self.lose(cause, detail)
 
     def stack(self) -> str:
         """Ask the monitor to send SIGUSR2, for which faulthandler writes the stacks."""

@@ -64,7 +64,8 @@ class Reporter:
         self._slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
-        self._untold: list[tuple[int, Recovery]] = []  # each with the number of the last request that was answered
+        self._lost_in = 0  # number of the last request that was answered before the last loss
+        self._untold: list[tuple[int, Recovery]] = []  # each with that number
         self._losses = self._replayed_requests = 0
         self._outcomes: Counter[Outcome] = Counter()  # of losses
         self._recyclings: Counter[str] = Counter()  # by outcome
@@ -188,13 +189,12 @@ class Reporter:
             envs=self.envs,
             seeds=tuple(self.seed_of(slot, command) for slot in range(self._slots)),
         )
+        self._lost_in = self._position.number
         self.reports.open(loss, case)
         logger.info("%s", what_happened(loss))
-        new = self._for_hooks(loss)
-        # Nothing is called from here until the caller has the loss: it is counted once, whenever Ctrl-C comes.
         self._losses += 1
         self.last_loss = loss
-        self.events += new
+        self.events += self._for_hooks(loss)
         return loss
 
     def recovering(self, doing: str, progress: RecoveryProgress) -> None:
@@ -204,7 +204,7 @@ class Reporter:
         verb = "are" if len(self.envs) > 1 else "is"
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
-    def recovery(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> Recovery:
+    def recovery(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> None:
         """Count the outcome of a loss; when the call is done, a warning describes both, or counts it with its kind."""
         recovery = Recovery(
             loss,
@@ -218,14 +218,11 @@ class Reporter:
         )
         self.reports.close(recovery)
         self._times.append(recovery.seconds)
-        self._untold.append((self._position.number, recovery))
-        new: list[tuple[Callable[[Any], object], Any]] = [(self._log, None), *self._for_hooks(recovery)]
-        # Nothing is called from here until the caller has committed the state, as in loss().
+        self._untold.append((self._lost_in, recovery))
         self.last_recovery = recovery
         self._outcomes[outcome] += 1
         self._replayed_requests += progress.replayed
-        self.events += new
-        return recovery
+        self.events += [(self._log, None), *self._for_hooks(recovery)]
 
     def _log(self, event: None = None) -> None:
         """Log the losses of the call that is done: a line for each request, with what became of it in the end."""

@@ -507,22 +507,18 @@ class Supervisor:
     # --- carrying out -----------------------------------------------------------------------------
 
     def _happen(self, *events: Event) -> Instruction:
-        """Commit the state after these events, at once; returns what to do next."""
+        """Commit the state after these events, with the error if that is the answer; returns what to do next."""
         state, instruction = self.state, Instruction.NOTHING
         for event in events:
             state, instruction = decide(state, event, self.rules)
             self.reporter.path.append((event, state))
-        self._become(interned(state), instruction)
+        if instruction in _RAISED:
+            assert self.loss_recovery is not None
+            error = self.loss_recovery.error(instruction, state, self.reporter, self.policy)
+            self._store(state, error, self.position.number + 2)
+        else:
+            self.stand(state)
         return instruction
-
-    def _become(self, state: State, instruction: Instruction) -> None:
-        """Commit a state; with it the error of a loss, if that is the answer."""
-        if instruction not in _RAISED:
-            self.state = state
-            return
-        assert self.loss_recovery is not None
-        error = self.loss_recovery.error(instruction, state, self.reporter, self.policy)
-        self._store(state, error, self.position.number + 2)
 
     def _carry_out(self, timeout: float | None, recover: bool) -> Any:
         """Do what the state asks for until there is an answer."""
@@ -756,14 +752,11 @@ class Supervisor:
             long_past = self.position.journal.can_be_shorter(found.plan)
             self.take_over(found, loss_recovery.progress)
             self._long_past = long_past
-        after, instruction = decide(self.state, event, self.rules)
-        after = interned(after)
-        self.reporter.path.append((event, after))
-        loss_recovery.processes = self.state.losses
-        memory, begun = self.position.journal.memory, self._between(after)
-        outcome, reason = loss_recovery.outcome(event, instruction, self.state, after, memory, begun)
+        before, loss_recovery.processes = self.state, self.state.losses
+        instruction = self._happen(event)
+        memory, begun = self.position.journal.memory, self._between(self.state)
+        outcome, reason = loss_recovery.outcome(event, instruction, before, self.state, memory, begun)
         self._tell(loss_recovery, outcome, reason)
-        self._become(after, instruction)
         return instruction
 
     def take_over(self, revived: Revived, progress: RecoveryProgress) -> None:
@@ -809,14 +802,14 @@ class Supervisor:
         """Commit an answer; ``read``: what it has shown."""
         state, _ = decide(self.state, event, self.rules)
         self.reporter.path.append((event, state))
-        self._store(interned(state), answer, number, read)
+        self._store(state, answer, number, read)
 
     def _store(self, state: State, answer: Any, number: int, read: Read | None = None) -> None:
         """Store an answer, the number that it has, the state after it, and what it has shown, all or nothing.
 
         The last line calls nothing: a signal handler runs before it, or after it.
         """
-        at = self.position
+        at, state = self.position, interned(state)
         seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
         self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
 
