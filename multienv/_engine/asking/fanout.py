@@ -219,10 +219,13 @@ class FanOut:
         """
         current, members = self.send(name, requests), self.members
         try:
-            lacks_some = name != "step" or hot_path.take(
-                members.supervisors, current.order, current.answers, STEPPING, members.leaves_ends
+            # A thread that asks a member also collects it: else it would collect the answer to the next request.
+            lacks_some = (
+                name != "step"
+                or not current.tasks.keys() <= members.blocking.keys()
+                or hot_path.take(members.supervisors, current.order, current.answers, STEPPING, members.leaves_ends)
             )
-            if lacks_some or members.blocking or current.tasks:
+            if lacks_some or members.blocking:
                 self._collect(current, inf)
         except BaseException as error:
             current.is_broken = True  # first: the next line may be broken off, too

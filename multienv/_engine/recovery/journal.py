@@ -379,6 +379,9 @@ class Journal:
             return self.first
         sometimes("a journal outgrows its limit")
         front, last = self.first, self.last
+        for number in range(self._oldest, front):  # left by a trim that was broken off
+            if number in self.entries:
+                held -= each + self._longer.get(number, 0)
         while held > limit and front <= last:
             if front in self.entries:
                 held -= each + self._longer.get(front, 0)
