@@ -31,24 +31,20 @@ from multienv._engine.asking.fanout import FanOut, Round
 from multienv._engine.asking.in_flight import ReadyBatch
 from multienv._engine.asking.stream import OwnPace, Stream
 from multienv._engine.building.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
-from multienv._engine.recovery.rollouts import RolloutReply
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor, abandon_all, close_together
 from multienv._engine.wire.codecs import RowsReply
-from multienv._engine.wire.infos import Extras, InfoMerger
 from multienv._engine.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
 from multienv.errors import (
     ClosedError,
     EnvError,
     EnvsFailedError,
-    InfosNotMergedError,
     MultienvError,
     PolicyError,
     ResetNeededError,
     ResultNotPicklableError,
     UsageError,
-    catchable_as,
 )
 from multienv.events import Statistics
 from multienv.vector.batching import (
@@ -62,17 +58,16 @@ from multienv.vector.batching import (
     observation_spaces,
     reset_options,
 )
+from multienv.vector.infos import BatchInfos, Infos, infos_of_some, listed, parts_of
 from multienv.vector.same_step import ResetAtOnce
-from multienv.vector.some_envs import InfosOfSome, SharedWorkers, infos_of, rows_of
+from multienv.vector.some_envs import SharedWorkers, rows_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Array = np.ndarray[Any, Any]
-Infos = dict[str, Any] | list[dict[str, Any]]  # merged as gymnasium does, or one for each env
 Batch = tuple[Any, Array, Array, Array, Any]
 Some = tuple[Any, Array, Array, Array, Any, Array]
-_NOTHING: Array = np.empty(0)
 _EXTRAS = attrgetter("extras")
 
 
@@ -145,9 +140,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._slices = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
         space = copying.deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None
         made = workers(**options)
+        me = weakref.proxy(self)  # envs that are not closed end with the last reference to them
         hook, autoreset, make = None, self.autoreset_mode.name, made.make
         if autoreset == "SAME_STEP" and made.recycles and max(sizes) == 1:
-            me = weakref.proxy(self)  # envs that are not closed end with the last reference to them
             hook, autoreset = ResetAtOnce(lambda reply: me._rows.row(reply, 0)), "NEXT_STEP"
         self._workers = [make(env_fns[rows], rows.start, autoreset=autoreset, space=space) for rows in self._slices]
         if place is not None:
@@ -161,8 +156,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._mask: Array | None = None  # that of the last reset
         self._asked: Sequence[int] = ()  # the envs of the last call
         self._frames: tuple[Any, ...] = ()  # what render() has returned last
-        self._merger = InfoMerger(self.num_envs)
-        self._merges_as_gymnasium = type(self)._add_info is VectorEnv._add_info
+        self._infos = BatchInfos(me, self.envs_per_worker, merges=merge_infos)
         try:
             self._build()
         except BaseException:
@@ -195,7 +189,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._split = action_splitter(action_space, self._slices)
         self._cut = action_cutter(action_space, self.num_envs, "send()")
         self._pace = OwnPace(self._fanout, SharedWorkers(self._slices, action_space))
-        self._infos_of_some = InfosOfSome(self.num_envs)
+        self._infos_of_some = infos_of_some((), merges=self._merges)
 
     def __enter__(self) -> Self:
         """Return this object; its envs are built."""
@@ -280,11 +274,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         def make() -> Any:
             self._note(current)
-            return self._error_of(current) or self._with_infos(
+            return self._error_of(current) or self._infos.returned(
                 "reset",
                 lambda infos: (self._rows.observations(current.answers, current), infos),
-                partial(self._infos, current.answers),
-                partial(self._listed_infos, current.answers),
+                partial(self._infos.of, parts_of(current.answers)),
             )
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
@@ -352,61 +345,21 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return batch
 
     def _plain_infos(self, replies: Sequence[RowsReply]) -> Infos | None:
-        """Return the infos if those of all envs are numbers of the same names, ``{}`` if there are none, else None."""
+        """Return the infos, if no env has raised and they are quickly had; else ``None``."""
         parts: list[Any] = []
         for reply in replies:
             if reply.errors:
                 return None
-            if reply.extras is not None:
-                parts.append(reply.extras.infos)
-        if not self._merges:
-            return self._listed_infos(replies)
-        if not any(parts):
-            return {}
-        return self._merger.merged(parts) if len(parts) == len(replies) and self._merges_as_gymnasium else None
+            parts.append(None if reply.extras is None else reply.extras.infos)
+        return self._infos.quick(parts) if any(parts) or not self._merges else {}
 
     def _special_outcome(self, current: Round) -> Batch | EnvsFailedError:
         self._note(current)
-        error = self._error_of(current)
-        if error is not None:
-            return error
-
-        return self._with_infos(  # type: ignore[no-any-return]
+        return self._error_of(current) or self._infos.returned(
             "step",
             lambda infos: (*self._rows.batch(current.answers, current), infos),
-            partial(self._infos, current.answers, resumed=current.resumed),
-            partial(self._listed_infos, current.answers, resumed=current.resumed),
+            partial(self._infos.of, parts_of(current.answers), resumed=current.resumed),
         )
-
-    def _with_infos(
-        self,
-        name: str,
-        make: Callable[[Any], Any],
-        merge: Callable[[], Any],
-        listed: Callable[[], Any],
-    ) -> Any:
-        """Return what a call returns, given the infos; if they cannot be merged, the error that has it with a list.
-
-        Args:
-            name: Of the call, for messages.
-            make: Returns what the call returns, given the infos.
-            merge: Returns the infos as the call has them.
-            listed: Returns a dict for each env.
-        """
-        try:
-            infos = merge()
-        except Exception as error:
-            found = catchable_as(
-                InfosNotMergedError,
-                error,
-                f"{name}(): the infos of these envs cannot be merged as gymnasium merges them: {error}. The call is "
-                "done and the episodes go on; `results` has its outcome, with a list of infos. Make the envs with "
-                "merge_infos=False to have lists always.",
-            )
-            assert isinstance(found, InfosNotMergedError)
-            found.results, found.__cause__ = make(listed()), error.with_traceback(None)
-            return found
-        return make(infos)
 
     def _refuse_without_episodes(self, name: str = "step") -> NoReturn:
         missing = np.flatnonzero(~self._begun).tolist()
@@ -516,17 +469,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         replies = ready.answers
         if self._merges and not any(map(_EXTRAS, replies)):
             return (*rows_of(ready, self._rows), {}, np.array(ready.envs))
-        return self._with_infos(
+        sizes = [len(reply.rewards) for reply in replies]
+        if sizes != self._infos_of_some.sizes:
+            self._infos_of_some = infos_of_some(sizes, merges=self._merges)
+        return self._infos_of_some.returned(
             "recv",
             lambda infos: (*rows_of(ready, self._rows), infos, np.array(ready.envs)),
-            partial(self._merged, ready) if self._merges else partial(infos_of, replies),
-            partial(infos_of, replies),
+            partial(self._infos_of_some.of, parts_of(replies)),
         )
-
-    def _merged(self, ready: ReadyBatch) -> dict[str, Any]:
-        if self._infos_of_some.num_envs != len(ready.envs):
-            self._infos_of_some = InfosOfSome(len(ready.envs))
-        return self._infos_of_some.merged(ready.answers)
 
     def _error_of_some(self, ready: ReadyBatch) -> EnvsFailedError:
         """Return the error for what has failed, with what the others of these envs returned."""
@@ -534,10 +484,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if any(type(error) is ClosedError for error in failures.values()):
             self._refuse_closed("recv")
         returned: list[Any] = [None] * self.num_envs
-        for env, reply in zip(ready.envs, ready.answers, strict=True):
+        infos = listed(parts_of(ready.answers), [1] * len(ready.envs))
+        for env, reply, info in zip(ready.envs, ready.answers, infos, strict=True):
             if env not in failures:
                 ended = bool(reply.terminated[0]), bool(reply.truncated[0])
-                returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended, infos_of([reply])[0])
+                returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended, info)
         return _collect("recv", failures, returned, *advice_after("recv", self.autoreset_mode, failures))
 
     def _begun_after(self, ready: ReadyBatch) -> list[bool]:
@@ -609,20 +560,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             if failures:
                 return self._fragment_error(current, failures)
             steps = sorted({step for reply in current.answers for step in reply.infos})
-            return self._with_infos(
+            parts = {step: [reply.infos.get(step) for reply in current.answers] for step in steps}
+            return self._infos.returned(
                 "rollout",
                 lambda infos: fragment_of_all(current.answers, infos, resumed=current.resumed),
-                lambda: {step: self._infos_of_step(current.answers, step) for step in steps},
-                lambda: {step: self._listed_infos(_infos_at(current.answers, step)) for step in steps},
+                lambda merges: {step: self._infos.of(parts[step], merges) for step in steps},
             )
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
-
-    def _infos_of_step(self, replies: Sequence[RolloutReply], step: int) -> Infos:
-        """Return the infos of one step of a rollout as :meth:`step` returns them."""
-        rows = _infos_at(replies, step)
-        infos = self._plain_infos(rows)
-        return self._infos(rows) if infos is None else infos
 
     def _fragment_error(self, current: Round, failures: dict[int, BaseException]) -> EnvsFailedError:
         results: list[Any] = [None] * self.num_envs
@@ -688,7 +633,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if not failures:
             return None
         is_step = current.name == "step"
-        infos = self._listed_infos(current.answers, resumed=is_step and current.resumed)
+        infos = listed(parts_of(current.answers), self.envs_per_worker, resumed=is_step and current.resumed)
         results: list[Any] = [None] * self.num_envs
         for rows, reply in zip(self._slices, current.answers, strict=True):
             for slot, index in enumerate(range(rows.start, rows.stop)):
@@ -697,32 +642,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     ended = bool(reply.terminated[slot]), bool(reply.truncated[slot])
                     results[index] = (seen, reply.rewards[slot], *ended, info) if is_step else (seen, info)
         return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode, failures))
-
-    def _infos(self, replies: Sequence[RowsReply], *, resumed: bool = False) -> Infos:
-        """Return the infos as gymnasium merges them, or one for each env."""
-        if not self._merges:
-            return self._listed_infos(replies, resumed=resumed)
-        infos: dict[str, Any] = {}
-        for rows, reply in zip(self._slices, replies, strict=True):
-            for slot, info in reply.extras.infos if reply.extras is not None else ():
-                if "final_obs" in info:  # in gymnasium's order: those of the episode that ended come first
-                    final = {key: info[key] for key in ("final_obs", "final_info") if key in info}
-                    self._add_info(infos, final, rows.start + slot)
-                    info = {key: value for key, value in info.items() if key not in final}
-                self._add_info(infos, info, rows.start + slot)
-        for index in range(self.num_envs if resumed else 0):
-            self._add_info(infos, {"multienv": {"resumed": True}}, index)
-        return infos
-
-    def _listed_infos(self, replies: Sequence[RowsReply | None], *, resumed: bool = False) -> list[dict[str, Any]]:
-        """Return a dict of its own for each env; an empty one for the envs of a lost worker, whose reply is None."""
-        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        for rows, reply in zip(self._slices, replies, strict=True):
-            for slot, info in reply.extras.infos if reply is not None and reply.extras is not None else ():
-                infos[rows.start + slot].update(info)
-        for info in infos if resumed else ():
-            info["multienv"] = {**info.get("multienv", {}), "resumed": True}
-        return infos
 
     # --- calls and attributes ---------------------------------------------------------------------
 
@@ -1047,12 +966,6 @@ class VectorSnapshot:
 
     workers: tuple[Any, ...]
     begun: tuple[bool, ...] = field(repr=False)
-
-
-def _infos_at(replies: Sequence[RolloutReply], step: int) -> list[RowsReply]:
-    """Return replies with nothing but the infos of one step of a rollout."""
-    extras = [Extras(reply.infos[step]) if step in reply.infos else None for reply in replies]
-    return [RowsReply([], _NOTHING, _NOTHING, _NOTHING, one) for one in extras]
 
 
 def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], *advice: str) -> EnvsFailedError:

@@ -10,12 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from gymnasium.vector import VectorEnv
-
 from multienv._engine.asking.in_flight import InFlight, ReadyBatch, Requests, Result, results_of
 from multienv._engine.asking.members import StepOfSome
 from multienv._engine.wire.codecs import RowsReply
-from multienv._engine.wire.infos import Extras, InfoMerger
+from multienv._engine.wire.infos import Extras
 from multienv._engine.wire.messages import Reset
 from multienv.vector.batching import Array, Rows, joined, listed_observations
 
@@ -135,34 +133,3 @@ def rows_of(ready: ReadyBatch, rows: Rows) -> tuple[Any, Array, Array, Array]:
         for values in found[1:]:
             values *= steps
     return found
-
-
-def infos_of(replies: Sequence[RowsReply]) -> list[dict[str, Any]]:
-    """Return the info of each env of some replies."""
-    found: list[dict[str, Any]] = []
-    for reply in replies:
-        infos = {} if reply.extras is None else dict(reply.extras.infos)
-        found += [infos.get(slot, {}) for slot in range(len(reply.rewards))]
-    return found
-
-
-class InfosOfSome(VectorEnv[Any, Any, Any]):
-    """Merges the infos of some envs in gymnasium's way, which goes by the number of envs.
-
-    Args:
-        count: How many.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.num_envs, self.closed = count, True
-        self._merger = InfoMerger(count)
-
-    def merged(self, replies: Sequence[RowsReply]) -> dict[str, Any]:
-        """Return the infos of the envs of some replies in one dict."""
-        parts: list[Any] = [one.extras for one in replies]
-        infos = None if None in parts else self._merger.merged([extras.infos for extras in parts])
-        if infos is None:
-            infos = {}
-            for index, info in enumerate(infos_of(replies)):
-                infos = self._add_info(infos, info, index)
-        return infos

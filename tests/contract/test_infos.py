@@ -157,3 +157,14 @@ def test_infos_in_lists_need_no_merging() -> None:
     with SubprocessVectorEnv(envs_at(1), merge_infos=False) as envs:
         envs.reset(seed=3)
         assert envs.step(np.array([1, 2]))[4] == INFOS
+
+
+def test_infos_are_merged_by_the_method_of_gymnasium_s_that_a_subclass_overrides() -> None:
+    class Telling(SerialVectorEnv):
+        def _add_info(self, vector_infos, env_info, env_num):
+            return super()._add_info(vector_infos, {f"of_{key}": value for key, value in env_info.items()}, env_num)
+
+    with Telling([partial(TellingEnv, lambda index, step: {"a": step})] * 2) as envs:
+        of_reset = envs.reset()[-1]
+        of_step = envs.step(envs.action_space.sample())[-1]
+        assert of_reset.keys() == of_step.keys() == {"of_a", "_of_a"}
