@@ -70,7 +70,7 @@ class Rerun:
 
     def __init__(self, report: Report, env_fns: Sequence[EnvFn]) -> None:
         self.was_building = report.loss.command == "initialize"
-        self._report, self._exact = report, report.build.exact
+        self._report, self._verbatim = report, report.build.verbatim
         is_hung = report.loss.cause == "hung"
         self.hang_seconds = None if not is_hung or report.deadline is None else 2 * report.deadline + 1
         self._fatal = next(split_entries(report.pending, report.end), None)
@@ -115,7 +115,7 @@ class Rerun:
         answer = self._ask(-1, self._replay)
         if isinstance(answer, Failure):
             return [answer.text]
-        found = differences(self._replay.entries, answer, self._segment.layout, exact=self._exact)
+        found = differences(self._replay.entries, answer, self._segment.layout, verbatim=self._verbatim)
         return [f"env {slot}: {what}" for slot, what in found.items()]
 
     # --- the fatal request ------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Rerun:
         if fatal is None:
             return None
         if fatal.is_step:
-            return action_of(fatal, self._segment.layout, self._description, exact=self._exact)
+            return action_of(fatal, self._segment.layout, self._description, verbatim=self._verbatim)
         return message_of(fatal.record[0], fatal.request_payload)
 
     def request(self) -> str:
@@ -152,15 +152,15 @@ class Rerun:
         failures: dict[int, Failure] = {}
         if kind == FAILED:
             failures = {0: pickle.loads(segment.read_reply_payload(fatal.number))}
-        elif kind == STEPPED and not self._exact:
+        elif kind == STEPPED and not self._verbatim:
             failures = unpack_extras(payload_of(segment, fatal.number).rest)[0].failures
         for slot, failure in failures.items():
-            who = "it" if self._exact else f"env {slot}"
+            who = "it" if self._verbatim else f"env {slot}"
             raise EnvRaised(f"{who} raised {failure.type_name}: {failure.text}", failure)
 
     def stop(self) -> None:
         """Stop in a debugger with ``env`` and ``action``. If the request is not a step, ``action`` is the message."""
-        env, action = self._envs[0] if self._exact else self._envs, self._asked()
+        env, action = self._envs[0] if self._verbatim else self._envs, self._asked()
         pdb.Pdb().set_trace(sys._getframe())
         del env, action  # the debugger stops here: the next thing to try is `env.step(action)`
 

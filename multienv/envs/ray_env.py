@@ -93,7 +93,7 @@ class RayEnv(SupervisedEnv):
         fleet = self._fleet = ray if isinstance(ray, Fleet) else fleet_for(ray, 1)
         try:
             workers = Workers(partial(Nodes, fleet, first=env_index or 0), **options)
-            super().__init__(workers.make(fns, env_index, exact=True))
+            super().__init__(workers.make(fns, env_index, verbatim=True))
         except BaseException:
             fleet.close()
             raise

@@ -431,7 +431,7 @@ class SubprocessEnv(SupervisedEnv):
     @takes_options_of(Workers.__init__)
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, **options: Unpack[WorkerOptions]) -> None:
         fns = [checked_env_fn(env_fn, env_index)]
-        super().__init__(Workers(Processes, **options).make(fns, env_index, exact=True))
+        super().__init__(Workers(Processes, **options).make(fns, env_index, verbatim=True))
         spread([self._supervisor])
 
     @finalizer
@@ -459,7 +459,7 @@ class SerialEnv(SupervisedEnv):
 
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, hooks: Sequence[Hook] = ()) -> None:
         fns = [checked_env_fn(env_fn, env_index)]
-        super().__init__(SerialWorkers(hooks=hooks).make(fns, env_index, exact=True))
+        super().__init__(SerialWorkers(hooks=hooks).make(fns, env_index, verbatim=True))
 
 
 @takes_options_of(Workers.__init__)

@@ -284,7 +284,7 @@ MUTANTS = [
         "Of the step in which an env began an episode with SAME_STEP the end of the one before is compared, too.",
         2,
         "verification:differences",
-        "starting = set() if exact else {slot for slot, start in starts.items() if index == start}",
+        "starting = set() if verbatim else {slot for slot, start in starts.items() if index == start}",
         "starting = set()",
         SIMULATED_STARTS,
     ),
@@ -327,7 +327,7 @@ MUTANTS = [
         "A replay is not compared with what the caller saw.",
         3,
         "recoverer:Recoverer._replay",
-        "found = differences(plan.entries, answered, codec.layout, exact=codec.exact, starts=starts)",
+        "found = differences(plan.entries, answered, codec.layout, verbatim=codec.verbatim, starts=starts)",
         "found = {}",
     ),
     Mutant(

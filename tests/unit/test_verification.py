@@ -71,17 +71,17 @@ def test_a_difference_is_found_in_its_slot_and_place_and_named(layout, slot):
     for name, value, what in [*CHANGES, *((name, value, "the observation") for name, value in observations)]:
         before = [entry(layout, number=number) for number in range(4)]
         after = [*before[:2], entry(layout, number=2, **{name: (slot, value)}), before[3]]
-        (found,) = differences(b"".join(before), b"".join(after), layout, exact=False).items()
+        (found,) = differences(b"".join(before), b"".join(after), layout, verbatim=False).items()
         assert found[0] == slot
         assert what in found[1]
         assert found[1].endswith("at request 3 of 4")
-        assert differences(b"".join(after), b"".join(after), layout, exact=False) == {}
+        assert differences(b"".join(after), b"".join(after), layout, verbatim=False) == {}
 
 
 def test_each_slot_tells_its_own_first_difference():
     before = [entry(INLINE), entry(INLINE)]
     after = [entry(INLINE, rewards=(2, 1.0)), entry(INLINE, rewards=(2, 3.0), terminated=(0, True))]
-    found = differences(b"".join(before), b"".join(after), INLINE, exact=False)
+    found = differences(b"".join(before), b"".join(after), INLINE, verbatim=False)
     assert found == {2: "the reward differs at request 1 of 2", 0: "the flags differ at request 2 of 2"}
 
 
@@ -93,7 +93,7 @@ def test_a_slot_is_not_compared_before_its_start_and_there_by_its_observation_al
     def found(place: int, starts: dict[int, int], **change: Any) -> list[int]:
         replayed = [entry(layout)] * 4
         replayed[place] = entry(layout, flags=ENDED if "terminated" in change else 0, **change)
-        return list(differences(plain, b"".join(replayed), layout, exact=False, starts=starts))
+        return list(differences(plain, b"".join(replayed), layout, verbatim=False, starts=starts))
 
     for name, value, _ in [*CHANGES, (seen, 7, "")]:
         change = {name: (1, value)}
@@ -110,26 +110,28 @@ def test_of_a_single_env_all_is_compared_from_its_start_on():
     for place, expected in enumerate([[], [0], [0]]):
         after = list(before)
         after[place] = entry(EXACT, rewards=(0, 1.0))
-        assert list(differences(b"".join(before), b"".join(after), EXACT, exact=True, starts={0: 1})) == expected
+        assert list(differences(b"".join(before), b"".join(after), EXACT, verbatim=True, starts={0: 1})) == expected
 
 
-@pytest.mark.parametrize("layout", [EXACT, INLINE], ids=["exact", "rows"])
+@pytest.mark.parametrize("layout", [EXACT, INLINE], ids=["verbatim", "rows"])
 def test_one_that_raises_and_one_that_returns_differ_but_what_was_raised_is_not_compared(layout):
-    exact = layout is EXACT
+    verbatim = layout is EXACT
     raised, returned = entry(layout, reply=FAILED), entry(layout)
     everyone = set(range(layout.slots))
-    assert set(differences(raised, returned, layout, exact=exact)) == everyone
-    assert set(differences(returned, raised, layout, exact=exact)) == everyone
+    assert set(differences(raised, returned, layout, verbatim=verbatim)) == everyone
+    assert set(differences(returned, raised, layout, verbatim=verbatim)) == everyone
     one, other = (entry(layout, kind=MESSAGE, tag=0, reply=VALUE, rewards=(0, value)) for value in (1.0, 2.0))
-    assert differences(one, other, layout, exact=exact) == {}
+    assert differences(one, other, layout, verbatim=verbatim) == {}
 
 
 def test_an_observation_that_ended_an_episode_in_a_step_that_began_the_next_one_is_compared():
     plain, other = entry(SAME_STEP, finals=(1, 7)), entry(SAME_STEP, finals=(1, 8))
-    assert differences(plain, other, SAME_STEP, exact=False) == {1: "the final observation differs at request 1 of 1"}
-    assert differences(plain, other, SAME_STEP, exact=False, starts={1: 0}) == {}, "it is of the episode before"
+    assert differences(plain, other, SAME_STEP, verbatim=False) == {
+        1: "the final observation differs at request 1 of 1"
+    }
+    assert differences(plain, other, SAME_STEP, verbatim=False, starts={1: 0}) == {}, "it is of the episode before"
     unknown = entry(SAME_STEP, finals=(2, int.from_bytes(MARK, "little")))
-    (found,) = differences(unknown, unknown, SAME_STEP, exact=False).items()
+    (found,) = differences(unknown, unknown, SAME_STEP, verbatim=False).items()
     assert found == (2, "the final observation cannot be compared at request 1 of 1")
 
 
@@ -156,12 +158,12 @@ LARGE, OTHER = np.zeros(1000), np.ones(1000)
 def test_pickled_rows_are_compared_slot_by_slot_from_their_start_on(before, after, differ):
     one, other = rows(*before), rows(*after)
     assert len(one) < 1000
-    assert list(differences(one, other, INLINE, exact=False)) == differ
+    assert list(differences(one, other, INLINE, verbatim=False)) == differ
     for place, expected in enumerate([[], differ, differ]):
         replayed = [one] * 3
         replayed[place] = other
         starts = dict.fromkeys(range(SLOTS), 1)
-        assert list(differences(one * 3, b"".join(replayed), INLINE, exact=False, starts=starts)) == expected
+        assert list(differences(one * 3, b"".join(replayed), INLINE, verbatim=False, starts=starts)) == expected
 
 
 class Ticket:
@@ -176,9 +178,9 @@ class Ticket:
 
 def test_what_cannot_be_compared_is_a_difference_though_all_bytes_are_equal():
     one = rows("a", {"deep": [Ticket()]}, "c")
-    (found,) = differences(one, one, INLINE, exact=False).items()
+    (found,) = differences(one, one, INLINE, verbatim=False).items()
     assert found == (1, "the observation holds a value of type Ticket, which cannot be compared at request 1 of 1")
-    assert differences(one, one, INLINE, exact=False, starts={1: 1}) == {}, "it takes no part yet"
+    assert differences(one, one, INLINE, verbatim=False, starts={1: 1}) == {}, "it takes no part yet"
 
 
 # --- values -----------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ class Workers:
         env_fns: Sequence[EnvFn],
         index: int | None,
         *,
-        exact: bool = False,
+        verbatim: bool = False,
         autoreset: str = "",
         space: Any = None,
     ) -> Supervisor:
@@ -276,7 +276,7 @@ class Workers:
         Args:
             env_fns: What builds the env of each slot, as :func:`checked_env_fn` returns it.
             index: Env index of the first one in its batch, or ``None``.
-            exact: One env whose values travel exactly; else rows of a batch.
+            verbatim: One env whose values travel exactly; else rows of a batch.
             autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
             space: Observation space whose rows the batch has; ``None``: that of the first env.
 
@@ -293,7 +293,7 @@ class Workers:
         title = "multienv env" if index is None else f"multienv env {index}"
         if index is not None and len(env_fns) > 1:
             title = f"multienv envs {index}-{index + len(env_fns) - 1}"
-        variables = checked_variables(self._worker_env, (index or 0) if exact else next(self._numbers))
+        variables = checked_variables(self._worker_env, (index or 0) if verbatim else next(self._numbers))
         setting = replace(self._setting, variables=variables)
         learns = self._preload is None
         preload = None if self._preload == () else preload_of(self._preload or (), setting, self._preload_seconds)
@@ -302,7 +302,7 @@ class Workers:
         every = restart.snapshot_every if isinstance(restart, ForkingPolicy) else 0
         build = Build(
             env_fns=packed,
-            exact=exact,
+            verbatim=verbatim,
             autoreset=autoreset,
             seeds=seeds.values,
             draws=_draws(len(env_fns)),
@@ -344,14 +344,14 @@ class SerialWorkers:
         env_fns: Sequence[EnvFn],
         index: int | None,
         *,
-        exact: bool = False,
+        verbatim: bool = False,
         autoreset: str = "",
         space: Any = None,
     ) -> Supervisor:
         """Return a worker; see :meth:`Workers.make` for the arguments."""
         return Supervisor(
             _SerialLaunch(tuple(env_fns)),
-            Build(b"", exact, autoreset, None, _draws(len(env_fns)), None, space),
+            Build(b"", verbatim, autoreset, None, _draws(len(env_fns)), None, space),
             policy=RestartPolicy(on_crash="raise", on_timeout="raise"),
             deadlines=Deadlines(),
             index=index,

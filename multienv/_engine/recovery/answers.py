@@ -113,13 +113,13 @@ class Answers:
         The rows of slots that were left alone, and their flags, are what the caller saw last. An exception is what a
         single env raised; or nothing was stepped, because actions cannot be unpickled there.
         """
-        bank, exact = segment.banks[read.number & 1], self._codec.exact
+        bank, verbatim = segment.banks[read.number & 1], self._codec.verbatim
         if bank.view[2] == FAILED:
-            read.ended = exact
+            read.ended = verbatim
             return self._error_of(-1, pickle.loads(read.rest))
-        read.ended = exact and bool(bank.view[3] & ENDED)
+        read.ended = verbatim and bool(bank.view[3] & ENDED)
         reply, extras = self._reply(segment, read, "step")
-        if exact:
+        if verbatim:
             return self._unwrapped(segment, read, extras)
         infos: dict[int, Any] = dict(extras.infos) if skipped else {}
         for slot, reason in skipped:
@@ -146,7 +146,7 @@ class Answers:
         if segment.banks[read.number & 1].view[2] == FAILED:
             return self._error_of(-1, pickle.loads(read.rest))
         reply, extras = self._reply(segment, read, "reset")
-        if self._codec.exact:
+        if self._codec.verbatim:
             observation, *_, info = self._unwrapped(segment, read, extras)
             return observation, info
         missing = dict(skipped)
@@ -157,7 +157,7 @@ class Answers:
 
     def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply | Transition:
         """Return the honest end of these episodes without a process: what was seen last once more."""
-        if self._codec.exact:
+        if self._codec.verbatim:
             last = None
             if segment is not None:
                 with contextlib.suppress(Exception):  # what cannot be unpickled here was never seen
@@ -180,7 +180,7 @@ class Answers:
         """Return the answer to a plain step of which some infos are pickled. Raises Illegible."""
         payload = segment.read_reply_payload(number)  # without a pickled part: the rows hold all
         extras, illegible = call_user_code(partial(self._extras, number, payload), Illegible)
-        if self._codec.exact:
+        if self._codec.verbatim:
             return (*self._codec.transition(segment, number), _first_info(extras))
         reply = self._codec.rows(segment, number).with_extras(extras)
         reply.errors = {slot: unreadable("step", error) for slot, error in illegible.items()}
@@ -188,7 +188,7 @@ class Answers:
 
     def shown(self, segment: Segment) -> Any:
         """Return what the caller saw last: an observation; the arrays of the rows; or a pickled row for each slot."""
-        if self._codec.exact:
+        if self._codec.verbatim:
             return self._last_observation(segment, 0)
         if not self._codec.has_rows:
             return self._position.pickled_rows_now
@@ -201,7 +201,7 @@ class Answers:
             self.started, self.generators = number, extras.generators
         if extras.spaces:
             self._on_spaces(extras.spaces)
-        if self._codec.exact and illegible:
+        if self._codec.verbatim and illegible:
             raise illegible[0]
         return extras, illegible
 
@@ -210,7 +210,7 @@ class Answers:
         if segment.banks[number & 1].view[3] & PICKLED_ROWS:
             pairs = zip(pickled_rows, pickle.loads(read.pickled), strict=True)
             pickled_rows = [old if new is None else new for old, new in pairs]
-        elif self._codec.exact:
+        elif self._codec.verbatim:
             pickled_rows = [None]
         read.seen, read.pickled_rows = number, (number, pickled_rows)
         reply = self._codec.rows(segment, number)
@@ -259,7 +259,7 @@ class Answers:
 
     def _last_observation(self, segment: Segment, slot: int) -> Any:
         seen, row = self._position.seen, self._position.pickled_rows_now[slot]
-        if self._codec.exact:
+        if self._codec.verbatim:
             return self._codec.observation(segment, seen, row) if seen else None
         if self._codec.has_rows:
             return self._codec.row(segment, seen, slot) if seen else None

@@ -97,9 +97,9 @@ class StepBuffers:
         self.encode: Callable[[int, Any], None] = codec.encoder(segment)
         self.elements = codec.elements
         self.read: Callable[[int], Any] = codec.reader(segment)  # the answer; None if it has infos that are pickled
-        self.meanings = plain_heads(exact=codec.exact)
+        self.meanings = plain_heads(verbatim=codec.verbatim)
         # The state after each meaning. In a batch the episodes of the others go on.
-        self.after = (RUNNING, EPISODE_OVER if codec.exact else RUNNING, RUNNING)
+        self.after = (RUNNING, EPISODE_OVER if codec.verbatim else RUNNING, RUNNING)
 
 
 def buffers_of(supervisor: Any, channel: Channel, codec: Codec) -> Any:
@@ -111,10 +111,10 @@ def _native_buffers(supervisor: Any, channel: Channel, codec: Codec) -> Any:
     """Return the native counterpart: one ``Hot`` object with everything that the C loops read."""
     segment, position = channel.segment, supervisor.position
     shown: list[Any] = [*codec.shown(segment)]
-    infos = None if codec.exact else [NumberInfos(NO_COLUMNS, b"") for _ in shown]
+    infos = None if codec.verbatim else [NumberInfos(NO_COLUMNS, b"") for _ in shown]
     if infos is not None:
         shown += [reply.with_extras(Extras(one)) for reply, one in zip(shown, infos, strict=True)]
-    takes_integers = codec.exact and type(codec.action_space) is Discrete
+    takes_integers = codec.verbatim and type(codec.action_space) is Discrete
     parts = position, supervisor.pending, supervisor.maintenance, position.journal, supervisor.answers
     return native.Hot(
         owners=(supervisor, *parts),
@@ -131,16 +131,16 @@ def _native_buffers(supervisor: Any, channel: Channel, codec: Codec) -> Any:
     )
 
 
-def plain_heads(*, exact: bool) -> dict[int, int]:
+def plain_heads(*, verbatim: bool) -> dict[int, int]:
     """Return the first 8 bytes, as integers, of a bank that holds a plain reply, and what each means."""
-    tags, rewards = (INT, INT64, *range(ARRAY, ARRAY + len(DTYPES))), range(len(REWARD_TYPES)) if exact else (0,)
+    tags, rewards = (INT, INT64, *range(ARRAY, ARRAY + len(DTYPES))), range(len(REWARD_TYPES)) if verbatim else (0,)
     heads = {
         STEP | tag << 8 | STEPPED << 16 | flag << 24 | reward << 32: _ENDS if flag else GOES_ON
         for tag in tags
         for flag in (0, ENDED)
         for reward in rewards
     }
-    return heads | {BEGIN | STEPPED << 16: BEGINS} if exact else heads
+    return heads | {BEGIN | STEPPED << 16: BEGINS} if verbatim else heads
 
 
 def ask(

@@ -174,7 +174,7 @@ class Pending:
 
     # --- another process --------------------------------------------------------------------------
 
-    def settled(self) -> None:
+    def forget(self) -> None:
         """Forget the request, which is answered: after a restore, another request may have its number."""
         self._saved, self._silence, self._mark = None, (0, inf), (0, None, inf, inf)
         self._waited, self._own, self._excused = (0, inf), 0, None

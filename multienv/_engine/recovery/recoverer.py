@@ -348,7 +348,7 @@ class Recoverer:
         if description.imports is not None:
             self.learn(description.imports)
         if self.description is None:
-            self.codec = Codec(description, build.exact, build.space, build.autoreset)
+            self.codec = Codec(description, build.verbatim, build.space, build.autoreset)
             self.description = replace(description, code=b"")
         elif self.description.spaces != description.spaces:
             raise Unrecoverable("env_fn built an env with other spaces than the first time")
@@ -693,7 +693,7 @@ class Recoverer:
         answered = self.ask(channel, message, until, self._limits_of(plan), progress)
         progress.replayed += plan.requests
         starts = {start.slot: start.entry for start in message.starts if start.waits}
-        found = differences(plan.entries, answered, codec.layout, exact=codec.exact, starts=starts)
+        found = differences(plan.entries, answered, codec.layout, verbatim=codec.verbatim, starts=starts)
         for slot in plan.resets:
             if slot in found and is_comparable(found[slot]):
                 self._strayed(slot, found[slot])

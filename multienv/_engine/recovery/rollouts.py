@@ -90,7 +90,9 @@ class RolloutReader:
         self._aside.lay_out(codec.layout)
         # Of replies that hold all there is to tell. That to a step which ended the episode of a single env does not.
         self._plain = {
-            head for head, meaning in plain_heads(exact=codec.exact).items() if meaning == GOES_ON or not codec.exact
+            head
+            for head, meaning in plain_heads(verbatim=codec.verbatim).items()
+            if meaning == GOES_ON or not codec.verbatim
         }
         # Arrays of a batch in a bank; what has none is read step by step.
         self._leaves = leaf_spaces(codec.space) if codec.has_rows else []
@@ -109,7 +111,7 @@ class RolloutReader:
         answers.started = 0
         shown = [self._legible(reply, self._first)]
         memory, size = memoryview(result.banks), aside.layout.size
-        take, number = self._take_one if self._codec.exact else self._take_rows, first
+        take, number = self._take_one if self._codec.verbatim else self._take_rows, first
         for index in range(len(memory) // size):
             number = first + index
             view, (request_payload, payload) = memory[index * size :][:size], result.payloads.get(index, _NO_PAYLOAD)
@@ -119,7 +121,7 @@ class RolloutReader:
             if bank.head[0] in self._plain and (infos is not None or not payload):
                 if infos is not None:
                     reply.infos[reply.steps] = infos
-                if self._codec.exact:
+                if self._codec.verbatim:
                     shown.append(self._codec.observation(aside, number))
                 reply.entries.append(bytes(bank.record))
                 reply.steps += 1
@@ -143,7 +145,7 @@ class RolloutReader:
     def _first(self) -> Any:
         """Return what was seen before the first step: an observation or batch; of rows the arrays of their leaves."""
         seen = self._answers.shown(self._aside)
-        if self._codec.exact or self._leaves:
+        if self._codec.verbatim or self._leaves:
             return seen
         return batch_of(self._codec.space, [pickle.loads(one) for one in seen])
 
@@ -240,7 +242,7 @@ class RolloutReader:
                 (layout.truncated, np.bool_),
             )
         )
-        if not codec.exact:
+        if not codec.verbatim:
             ended = terminated | truncated
             for step in np.flatnonzero(ended.any(axis=1)).tolist():
                 reply.ends.append((step, first + step, np.flatnonzero(ended[step]).tolist()))
@@ -248,7 +250,7 @@ class RolloutReader:
         chosen = self._legible(reply, partial(pickle.loads, result.chosen)) if result.chosen else None
         if chosen is None or not reply.is_legible:
             return
-        if codec.exact:
+        if codec.verbatim:
             stacks = {name: stack[:, 0] for name, stack in stacks.items()}
         if self._leaves:
             leaves = []

@@ -499,7 +499,9 @@ class Supervisor:
 
     def _between(self, state: State) -> tuple[int, ...]:
         """Return the slots that begin their next episode in the pending step, which they take no other part in."""
-        return slots_between(state, self.ended(), self.rules) if state.skipped and not self.position.build.exact else ()
+        return (
+            slots_between(state, self.ended(), self.rules) if state.skipped and not self.position.build.verbatim else ()
+        )
 
     def _name(self) -> str:
         return "initialize" if self.state.request is None else self.state.request.name
@@ -517,7 +519,7 @@ class Supervisor:
             error = self.loss_recovery.error(instruction, state, self.reporter, self.policy)
             self._store(state, error, self.position.number + 2)
         else:
-            self.stand(state)
+            self.set_state(state)
         return instruction
 
     def _carry_out(self, timeout: float | None, recover: bool) -> Any:
@@ -544,7 +546,7 @@ class Supervisor:
         if instruction is Instruction.NOTHING:
             return None
         self.loss_recovery = None
-        self.pending.settled()
+        self.pending.forget()
         if isinstance(self.last_answer, BaseException):
             raise self.last_answer
         return self.last_answer
@@ -847,7 +849,7 @@ class Supervisor:
             if request.kind is Kind.RESET and loss is not None and not isinstance(answer, Exception):
                 for slot, reason in skipped:
                     answer.errors[slot] = self.reporter.lost_error(loss, reason)
-            if not self.position.build.exact and not failed:
+            if not self.position.build.verbatim and not failed:
                 self.maintenance.note_guilty(self.state, skipped, self.ended())
         ended = request.kind is Kind.STEP and read is not None and read.ended
         if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
@@ -902,7 +904,7 @@ class Supervisor:
             self.reporter.truncated_error(slot, error, self.channel.pid)
         for steps, number, slots in reply.ends:
             position.steps = before + steps
-            if position.build.exact:
+            if position.build.verbatim:
                 position.count_reset((None,), BEGINNING.touches)
             else:
                 position.count_ends(slots)
@@ -935,7 +937,7 @@ class Supervisor:
             return self._error_of(-1, pickle.loads(rest))
         slots = message.slots or range(self.rules.slots)
         values, errors = call_answer(rest, slots, request.name, self._error_of)
-        if self.position.build.exact:
+        if self.position.build.verbatim:
             return errors[0] if 0 in errors else values[0]
         return values, errors
 
@@ -1148,7 +1150,7 @@ class Supervisor:
     def is_between_episodes(self) -> bool:
         """Tell whether the episodes of all envs have ended, and none has begun since."""
         position = self.position
-        if position.build.exact:
+        if position.build.verbatim:
             return self.state.episode is Episode.ENDED
         return bool(self.ended().all())
 
@@ -1187,7 +1189,7 @@ class Supervisor:
         assert channel is not None
         progress.is_optional, has_asked = not ends_first, bool(channel.segment.words[ASKED])
         if ends_first:
-            self.stand_lost()
+            self.mark_lost()
             limit = self.deadlines.close
             self.ask_to_end(channel, limit, time.monotonic() + limit + crowd_seconds(), keep_memory=True)
         try:
@@ -1209,9 +1211,9 @@ class Supervisor:
             return
         self.refuse_if_closed("step", revived.channel)
         sometimes("a process is replaced by plan")
-        self.stand_lost()
+        self.mark_lost()
         self.take_over(revived, progress)
-        self.stand(before)
+        self.set_state(before)
         memory = position.journal.memory
         if isinstance(revived.source, NewEnvs):
             reporter.recycling(why, "reset", memory.note_loss(reporter.name, why), progress)
@@ -1324,12 +1326,12 @@ class Supervisor:
         spaces = self.position.spaces
         self.position.load(where)
         self.maintenance.moved()
-        self.pending.settled()
+        self.pending.forget()
         self.take_over(revived, progress)
         self.position.show(revived.channel.segment, where["shown"])
         if self.position.spaces != spaces:
             self._set_spaces(self.position.spaces)
-        self.stand(state_at(where))
+        self.set_state(state_at(where))
 
     @interrupts.shielded
     def ask_between(self, message: Message) -> Any:
@@ -1343,7 +1345,7 @@ class Supervisor:
             before, channel = self.state, self.channel
             assert channel is not None
             self.pending.begin(message, b"", ASIDE)
-            self.stand_lost()
+            self.mark_lost()
             try:
                 answer = self.recoverer.ask(channel, message, self.pending.until)
             except Gone as gone:
@@ -1352,7 +1354,7 @@ class Supervisor:
                 if instruction is not Instruction.RECOVER:
                     raise self.last_answer from None
             else:
-                self.stand(before)
+                self.set_state(before)
                 return answer
 
     def _recover_now(self) -> None:
@@ -1375,12 +1377,12 @@ class Supervisor:
         """Note that the worker is closed: it refuses all calls from now on."""
         self._happen(Closed())
 
-    def stand_lost(self) -> None:
+    def mark_lost(self) -> None:
         """Commit, for a while, the state of a worker whose envs are recovered next: an exception leaves it so."""
         self.loss_recovery = None
-        self.stand(decide(self.state, Interrupted(), self.rules)[0])
+        self.set_state(decide(self.state, Interrupted(), self.rules)[0])
 
-    def stand(self, state: State) -> None:
+    def set_state(self, state: State) -> None:
         """Commit a state that no event leads to: for a while another one, or that from before."""
         self.state = interned(state)
 

@@ -24,7 +24,7 @@ def differences(
     replayed: bytes,
     layout: BankLayout,
     *,
-    exact: bool,
+    verbatim: bool,
     starts: Mapping[int, int] = MappingProxyType({}),
 ) -> dict[int, str]:
     """Return the first difference for each slot that is replayed otherwise; ``{}`` when all agree to the bit.
@@ -35,7 +35,7 @@ def differences(
         recorded: Journal entries.
         replayed: The entries of the same requests, run again.
         layout: Of the banks they were copied from.
-        exact: They are of a single env, not of a batch.
+        verbatim: They are of a single env, not of a batch.
         starts: Slot → index of the entry in which it was reset. It took no part in the replay before. Of that entry its
             observation alone is compared: the rest may be of the step that ended the episode before.
     """
@@ -48,7 +48,7 @@ def differences(
     for index, (one, other) in enumerate(zip(before, after, strict=True)):
         if one != other or MARK in one.record or MARK in one.evidence:
             waiting = {slot for slot, start in starts.items() if index < start}
-            starting = set() if exact else {slot for slot, start in starts.items() if index == start}
+            starting = set() if verbatim else {slot for slot, start in starts.items() if index == start}
             for slot, what in _of_entries(one, other, layout, waiting, starting).items():
                 found.setdefault(slot, f"{what} at request {index + 1} of {len(before)}")
     return found

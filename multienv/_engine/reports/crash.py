@@ -32,7 +32,7 @@ from multienv._engine.wire.segment import Segment
 from multienv.events import Loss, Recovery
 
 FORMAT = "multienv-report"
-VERSION = 9
+VERSION = 10
 # Bytes of pickled functions that a report has room for.
 _MOST_ENV_FNS = store.REPORT_BYTES // 2
 _NO_JOURNAL = (
@@ -202,21 +202,23 @@ def _request(case: Case) -> dict[str, Any]:
     (entry,) = split_entries(case.pending, case.layout.end)
     try:
         if entry.is_step:
-            return {"action": readable(action_of(entry, case.layout, case.description, exact=case.build.exact))}
+            return {"action": readable(action_of(entry, case.layout, case.description, verbatim=case.build.verbatim))}
         message = message_of(entry.record[0], entry.request_payload)
     except Exception as error:  # code of the user
         return {"message": f"cannot be shown: {type(error).__name__}: {error}"}
     return {"message": {type(message).__name__: readable(message)}}
 
 
-def action_of(entry: Entry, layout: BankLayout, description: Description, *, exact: bool) -> Any:
+def action_of(entry: Entry, layout: BankLayout, description: Description, *, verbatim: bool) -> Any:
     """Return the action, or the batch of actions, of a step's journal entry."""
     segment = Segment(-1)
     segment.lay_out(layout)
     segment.banks[0].record[:] = entry.record
     segment.write_request_payload(0, entry.request_payload)
     space = description.spaces[0][1]
-    return action_decoder(space if exact else batch_space(space, layout.slots), segment)(0, entry.record[1] & ~SKIPPED)
+    return action_decoder(space if verbatim else batch_space(space, layout.slots), segment)(
+        0, entry.record[1] & ~SKIPPED
+    )
 
 
 def _env(description: Description | None) -> dict[str, Any] | None:

@@ -36,18 +36,18 @@ Transition = tuple[Any, Any, bool, bool, dict[str, Any]]
 
 
 def layout_of_envs(
-    exact: bool, observation_space: Any, action_space: Any, slots: int, autoreset: str = ""
+    verbatim: bool, observation_space: Any, action_space: Any, slots: int, autoreset: str = ""
 ) -> BankLayout:
     """Return the layout of the banks; worker and trainer call this with the same arguments.
 
     Args:
-        exact: For a single env, whose values travel to the bit; else for rows of a batch.
+        verbatim: For a single env, whose values travel to the bit; else for rows of a batch.
         observation_space: Of one env; for rows, the space that the batch has.
         action_space: Of one env.
         slots: Number of envs.
         autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
     """
-    if exact:
+    if verbatim:
         layout = layout_of(observation_space)
         return BankLayout(1, action_bytes(action_space), () if layout is None else (layout.size,))
     leaves = row_bytes(observation_space) if has_rows(observation_space) else ()
@@ -115,12 +115,12 @@ class Codec:
 
     Args:
         description: Of the envs.
-        exact: It is a single env, whose values arrive as it returned them.
+        verbatim: It is a single env, whose values arrive as it returned them.
         space: Observation space of the batch; ``None``: that of the first env.
         autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
 
     Attributes:
-        exact, slots: As given; the number of envs.
+        verbatim, slots: As given; the number of envs.
         space, action_space: Of one env when it was built.
         has_rows: Observations lie as rows in the banks.
         layout: Of the banks.
@@ -128,15 +128,15 @@ class Codec:
         checks_actions: Actions that do not fit the action space are refused. A single env may have set another one.
     """
 
-    def __init__(self, description: Description, exact: bool, space: Any = None, autoreset: str = "") -> None:
-        self.exact, self.slots = exact, len(description.spaces)
+    def __init__(self, description: Description, verbatim: bool, space: Any = None, autoreset: str = "") -> None:
+        self.verbatim, self.slots = verbatim, len(description.spaces)
         first_observation_space, self.action_space = description.spaces[0]
         self.space = first_observation_space if space is None else space
-        self.has_rows = not exact and has_rows(self.space)
-        self.layout = layout_of_envs(exact, self.space, self.action_space, self.slots, autoreset)
-        self._verbatim = layout_of(self.space) if exact else None
-        self._asked_space: Any = self.action_space if exact else batch_space(self.action_space, self.slots)
-        self.elements = 0 if exact else number_of(self._asked_space)
+        self.has_rows = not verbatim and has_rows(self.space)
+        self.layout = layout_of_envs(verbatim, self.space, self.action_space, self.slots, autoreset)
+        self._verbatim = layout_of(self.space) if verbatim else None
+        self._asked_space: Any = self.action_space if verbatim else batch_space(self.action_space, self.slots)
+        self.elements = 0 if verbatim else number_of(self._asked_space)
         self.checks_actions = True
 
     def encoder(self, segment: Segment) -> Encode:
@@ -151,7 +151,7 @@ class Codec:
 
         It returns the transition of a single env; else rows, which are whole as long as the bank is.
         """
-        words, exact = segment.words, self.exact
+        words, verbatim = segment.words, self.verbatim
         sides: list[tuple[Any, ...]] = [
             (show, bank.view, bank.rewards.data, bank.terminated.data, bank.truncated.data, REPLY_PAYLOAD + side)
             for side, (show, bank) in enumerate(zip(self.shown(segment), segment.banks, strict=True))
@@ -164,7 +164,7 @@ class Codec:
                 numbers = numbers_in(segment.read_reply_payload(number))
                 if numbers is None:
                     return None
-            if not exact:
+            if not verbatim:
                 return show if numbers is None else show.with_extras(Extras(numbers))
             info = {} if numbers is None else next(iter(numbers))[1]
             tag = view[4]
@@ -177,7 +177,7 @@ class Codec:
 
     def shown(self, segment: Segment) -> list[Any]:
         """Return for each bank its rows; or, of a single env, what returns a copy of the observation there."""
-        if not self.exact:
+        if not self.verbatim:
             return [self.rows(segment, side) for side in (0, 1)]
         space = self.space
         if type(space) is spaces.Box and self._verbatim is not None:

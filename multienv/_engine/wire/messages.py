@@ -64,7 +64,7 @@ class Build:
 
     Attributes:
         env_fns: What builds the env of each slot, a tuple pickled by cloudpickle: bytes, or a ``SharedPickle``.
-        exact: One env whose values travel exactly as it returns them; else rows of a batch.
+        verbatim: One env whose values travel exactly as it returns them; else rows of a batch.
         autoreset: Name of a gymnasium ``AutoresetMode`` that the worker carries out; ``""``: the caller resets.
         seeds: For ``random`` and ``numpy.random`` of the process; ``None``: the trainer's own process is left alone.
         draws: For each slot the seed of the generator that its env is given if it has none.
@@ -83,7 +83,7 @@ class Build:
     """
 
     env_fns: Any
-    exact: bool
+    verbatim: bool
     autoreset: str
     seeds: tuple[int, int] | None
     draws: tuple[int, ...]

@@ -46,7 +46,7 @@ class EnvGroup:
     def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]], message: Build, segment: Segment) -> None:
         self.envs = list(envs)
         self.slots = len(self.envs)
-        self.exact = message.exact
+        self.verbatim = message.verbatim
         self.autoreset = message.autoreset
         self.truncates_errors = message.truncates_errors
         self.observation_space = envs[0].observation_space if message.space is None else message.space
@@ -58,7 +58,7 @@ class EnvGroup:
         self._steps: list[Step] = []
         self._spaces = [(env.observation_space, env.action_space) for env in self.envs]
         self._new_spaces = b""
-        self._ended = [not message.exact] * self.slots
+        self._ended = [not message.verbatim] * self.slots
         self.calls: list[Step] = []
         self.update_calls()
         for env, draw in zip(envs, message.draws, strict=False):
@@ -140,7 +140,7 @@ class EnvGroup:
         self._spaces[slot] = now
         if now == known:
             return
-        if self.exact:
+        if self.verbatim:
             self._new_spaces = pickled("reset", now)
         elif not all(map(is_space_dtype_shape_equiv, now, known)):
             raise UsageError(

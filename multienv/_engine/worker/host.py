@@ -195,7 +195,9 @@ class Host:
                 return
         segment.words[SLOT] = 0
         group = EnvGroup(envs, message, segment)
-        layout = layout_of_envs(group.exact, group.observation_space, group.action_space, group.slots, group.autoreset)
+        layout = layout_of_envs(
+            group.verbatim, group.observation_space, group.action_space, group.slots, group.autoreset
+        )
         # The reply lies in the small bank: the trainer knows no other yet.
         imports = None if before is None else before.imports()
         seconds = perf_counter() - began

@@ -61,11 +61,11 @@ class RolloutRunner:
         stepper = make_stepper(self._aside)
         self._reset = stepper.reset
         self._handle = stepper.compile(self._begin)
-        batched = group.action_space if group.exact else batch_space(group.action_space, group.slots)
+        batched = group.action_space if group.verbatim else batch_space(group.action_space, group.slots)
         self._encode, self._decode = action_encoder(batched, self._aside), action_decoder(batched, self._aside)
-        self._codec = Codec(group.describe(), exact=True) if group.exact else None
+        self._codec = Codec(group.describe(), verbatim=True) if group.verbatim else None
         space = group.observation_space
-        lie_in_rows = not group.exact and has_rows(space)
+        lie_in_rows = not group.verbatim and has_rows(space)
         self._leaves = [leaf_arrays(space, bank) if lie_in_rows else [] for bank in self._aside.banks]
         self._pickled_rows: list[bytes | None] = []  # for each slot of what was shown last
         self._seconds = 0.0
@@ -98,12 +98,12 @@ class RolloutRunner:
             bank = self._ask(number, missing, result)
             number += 1
             is_over = missing is not None or bank.view[2] == FAILED or bank.view[3] & ENDED
-            if self._group.exact and is_over and not idle.any():
+            if self._group.verbatim and is_over and not idle.any():
                 HEAD.pack_into(self._aside.banks[number & 1].view, 0, BEGIN, 0, STEPPED, 0, 0, number & U32, 0)
                 bank = self._ask(number, None, result)
                 number += 1
             if bank.view[2] == FAILED:
-                if not self._group.exact:  # nothing was stepped
+                if not self._group.verbatim:  # nothing was stepped
                     del choices[-1]
                 break
             missing = idle if missing is not None and idle.any() else None
@@ -161,8 +161,8 @@ class RolloutRunner:
         extras: dict[str, Any] = {}
         if type(chosen) is tuple and len(chosen) == 2 and isinstance(chosen[1], dict):
             chosen, extras = chosen
-        space, slots, exact = self._group.action_space, self._group.slots, self._group.exact
-        if not exact and type(space) in _SOLID:
+        space, slots, verbatim = self._group.action_space, self._group.slots, self._group.verbatim
+        if not verbatim and type(space) in _SOLID:
             chosen = np.asarray(chosen)
             if type(space) is spaces.Discrete and (chosen.shape != (slots,) or chosen.dtype.kind not in "iub"):
                 raise ActionError(
@@ -171,7 +171,7 @@ class RolloutRunner:
                 )
         extras = {name: np.array(value) for name, value in extras.items()}
         for name, value in extras.items():
-            if not exact and value.shape[:1] != (slots,):
+            if not verbatim and value.shape[:1] != (slots,):
                 raise ValueError(
                     f"The policy returned {name!r} of shape {value.shape}; it must have a row for each of the "
                     f"{slots} observations that it was given."

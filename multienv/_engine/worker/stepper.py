@@ -52,7 +52,7 @@ class Stepper:
     def __init__(self, group: EnvGroup, segment: Segment) -> None:
         self._group, self._segment = group, segment
         space: Any = group.action_space
-        self._asked_space = space if group.exact else utils.batch_space(space, group.slots)
+        self._asked_space = space if group.verbatim else utils.batch_space(space, group.slots)
         self._is_array = type(self._asked_space) in (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
         self._decode = action_decoder(self._asked_space, segment)
         self._packer = InfoPacker(group.slots)
@@ -68,7 +68,7 @@ class Stepper:
         """
         segment, group, rest, finish, decode = self._segment, self._group, self._rest, self._finish, self._decode
         asked_space, is_array = self._asked_space, self._is_array
-        words, calls, ndarray, tags, exact = segment.words, group.calls, np.ndarray, _PLAIN_REWARDS, group.exact
+        words, calls, ndarray, tags, verbatim = segment.words, group.calls, np.ndarray, _PLAIN_REWARDS, group.verbatim
         slots, marks = range(group.slots), range(1, group.slots + 1)
         targets: list[tuple[Any, ...]] = [
             (reply, reply.bank.view, reply.rows.cells, reply.bank.rewards.data, reply.digest) for reply in self._replies
@@ -87,7 +87,7 @@ class Stepper:
             try:
                 tag = view[1]
                 asked = self._calls_without(reply) if tag & SKIPPED else calls
-                if not exact:
+                if not verbatim:
                     actions = decode(number, tag & ~SKIPPED)
                     if not is_array:
                         actions = utils.iterate(asked_space, actions)
@@ -100,7 +100,7 @@ class Stepper:
                         try:
                             observation, reward, terminated, truncated, info = result
                             goes_on = not (terminated or truncated)
-                            if exact:
+                            if verbatim:
                                 tag = tags.get(type(reward), -1)
                                 goes_on = terminated is truncated is False and type(observation) is ndarray and tag >= 0
                                 if tag > 0:
@@ -115,7 +115,7 @@ class Stepper:
                         if info:
                             infos.append((slot, taken(info)))
                     except Exception as error:
-                        if exact and not isinstance(error, _SkippedError):
+                        if verbatim and not isinstance(error, _SkippedError):
                             raise
                         self._note_error(reply, slot, error, infos, failures)
                 if infos or failures or generators or reply.flags & PICKLED_ROWS:
@@ -133,7 +133,7 @@ class Stepper:
             words[BUSY] = 0
             return None
 
-        if native is None or rows.pickled_rows is not None or not (exact or is_array):
+        if native is None or rows.pickled_rows is not None or not (verbatim or is_array):
             return handle
         return native.Step(  # type: ignore[no-any-return]
             reference=handle,
@@ -148,7 +148,7 @@ class Stepper:
             calls=calls,
             decode=decode,
             packer=self._packer,
-            is_verbatim=exact,
+            is_verbatim=verbatim,
             sides=tuple(
                 (bank, area, reply.rows.whole, reply.rows.cells, key, reply.digest, reply)
                 for bank, area, reply in zip(segment.banks, segment.reply_areas, self._replies, strict=True)
@@ -172,7 +172,7 @@ class Stepper:
                 observation, info = group.begin(slot, seed=message.seeds[slot], options=message.options[slot])
                 self._begin(reply, slot, observation, info, infos)
             except Exception as error:
-                if group.exact:
+                if group.verbatim:
                     raise
                 self._note_failure(reply, slot, failure_of(error), failures)
         self._finish(number, reply, infos, failures)
@@ -290,7 +290,7 @@ class _Reply:
 
     def __init__(self, group: EnvGroup, bank: Bank) -> None:
         self.bank = bank
-        self.rows: Cast | Verbatim = (Verbatim if group.exact else Cast)(group.observation_space, bank)
+        self.rows: Cast | Verbatim = (Verbatim if group.verbatim else Cast)(group.observation_space, bank)
         self.flags = self._least = 0 if self.rows.pickled_rows is None else PICKLED_ROWS
         self.digest: Callable[[], None] | None = None
         if bank.digests is not None:
