@@ -83,7 +83,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         self, env_fn: Callable[..., Any], *, env_index: int | None = None, **options: Unpack[WorkerOptions]
     ) -> None:
         self.agents: list[Any] = []
-        self._env = SubprocessEnv(_Build(checked_env_fn(env_fn, env_index)), env_index=env_index, **options)
+        self._env = SubprocessEnv(partial(_built, checked_env_fn(env_fn, env_index)), env_index=env_index, **options)
         # By a weak reference: an env that is not closed ends with the last reference to it.
         calls_of(self._env).convert = partial(SubprocessParallelEnv._converted, weakref.proxy(self))
         self._spaces: dict[Any, tuple[Any, Any]] = {}  # of possible agents
@@ -329,21 +329,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 # --- in the process -------------------------------------------------------------------------------
 
 
-class _Build:
-    """Builds the env of a worker.
-
-    Args:
-        env_fn: Builds the ``ParallelEnv``.
-    """
-
-    def __init__(self, env_fn: Callable[[], Any]) -> None:
-        self._env_fn = env_fn
-
-    def __call__(self) -> _AgentsEnv:
-        return _AgentsEnv(self._env_fn())
-
-    def __repr__(self) -> str:
-        return repr(self._env_fn)
+def _built(env_fn: Callable[[], Any]) -> _AgentsEnv:
+    return _AgentsEnv(env_fn())
 
 
 class _Agents(spaces.Space[Any]):

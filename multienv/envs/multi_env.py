@@ -230,7 +230,7 @@ class MultiEnv:
             for one_seed, one, chosen in zip(
                 checked_seeds(seed, self.num_envs),
                 checked_options(options, self.num_envs),
-                self._chosen(mask),
+                [True] * self.num_envs if mask is None else self._one_each("mask", mask),
                 strict=True,
             )
         ]
@@ -240,11 +240,6 @@ class MultiEnv:
         for env, request in zip(self.envs, requests, strict=True):
             if request is not None and isinstance(env, SupervisedEnv):
                 gymnasium.Env.reset(env, seed=request.seeds[0])
-
-    def _chosen(self, mask: Any) -> Sequence[bool]:
-        if mask is None:
-            return [True] * self.num_envs
-        return [bool(one) for one in self._one_each("mask", mask)]
 
     def _one_each(self, name: str, values: Any) -> Sequence[Any]:
         each: list[Any] = list(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -13,7 +12,7 @@ import gymnasium
 from typing_extensions import Self
 
 from multienv._engine.processes.launcher import method_of
-from multienv.config import Deadlines, check_seconds, integer
+from multienv.config import Deadlines, check_seconds, integer, meant
 from multienv.errors import UsageError
 
 # DI-engine's configs name their class; these options are ignored.
@@ -188,8 +187,7 @@ class EnvManagerConfig:
         known = [field.name for field in fields(cls)]
         for name in named:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
+                hint = meant(str(name), known)
                 raise UsageError(f"{name!r} is no option of an env manager.{hint} There are: {', '.join(known)}.")
         return replace(start, **named)
 

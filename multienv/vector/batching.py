@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -29,7 +29,7 @@ from multienv.errors import ActionError, UsageError, catchable_as
 
 Array = np.ndarray[Any, Any]
 Space = spaces.Space[Any]
-Split = Callable[[Any], Sequence[Any]]
+Split = Callable[..., Sequence[Any]]
 
 # From this size on numpy asks for huge pages; a bytearray gets pages of 4 KiB, and a page fault for each: for 100 MB it
 # took six times as long.
@@ -153,26 +153,24 @@ def check_shareable(space: Space) -> None:
 # --- actions ------------------------------------------------------------------------------------
 
 
-def action_splitter(
-    space: Space, slices: Sequence[slice], name: str = "step()", envs: Sequence[int] | None = None
-) -> Split:
+def action_splitter(space: Space, slices: Sequence[slice], name: str = "step()") -> Split:
     """Return the function that checks a batch of actions and cuts it into parts: one for each worker, say.
 
     It raises ActionError before anything is sent: for another length or shape, and for a Discrete space for what is no
-    integer of 64 bits, naming env and value. Bounds are the env's to judge.
+    integer of 64 bits, naming env and value. Bounds are the env's to judge. Given second: whose actions they are, for
+    messages; ``None``: those of 0, 1, …
 
     Args:
         space: Action space of one env.
         slices: Which actions go into each part.
         name: Of the call, for messages.
-        envs: Whose actions they are, for messages; ``None``: 0, 1, …
     """
     slices, count = tuple(slices), slices[-1].stop
     ndarray, shape = np.ndarray, (count, *(space.shape or ()))
     kinds = "iub" if type(space) is spaces.Discrete else "iubfc"
     batched = cache(partial(batch_space, space, count))  # when it is first needed: it takes longer than many a step
 
-    def split_any(actions: Any) -> list[Any]:
+    def split_any(actions: Any, envs: Sequence[int] | None = None) -> list[Any]:
         try:
             whole = _by_leaf(space, actions, partial(_normal_leaf, count, name))
         except ActionError:
@@ -189,7 +187,7 @@ def action_splitter(
         last: Any = None
         head = 0
 
-        def split_array(actions: Any) -> Sequence[Any]:
+        def split_array(actions: Any, envs: Sequence[int] | None = None) -> Sequence[Any]:
             nonlocal last, head
             if type(actions) is ndarray and actions.shape == shape and actions.dtype.kind in kinds:
                 if native is not None and actions.flags.c_contiguous:
@@ -199,7 +197,7 @@ def action_splitter(
                     if head:
                         return native.Parts(actions, slices, head)  # type: ignore[no-any-return]
                 return [actions[cut] for cut in slices]
-            return split_any(actions)
+            return split_any(actions, envs)
 
         return split_array
     return split_any
@@ -217,24 +215,13 @@ def action_cutter(space: Space, count: int, name: str) -> Callable[[Any, Sequenc
         name: Of the call, for messages.
     """
     cuts = tuple(slice(index, index + 1) for index in range(count))
-    shape = space.shape or ()
-    kinds = "" if type(space) not in _SOLID else "iub" if type(space) is spaces.Discrete else "iubfc"
-
-    last: Any = None
-    head = 0
+    splitter = lru_cache(maxsize=64)(lambda number: action_splitter(space, cuts[:number], name))
 
     def cut(actions: Any, envs: Sequence[int]) -> Sequence[Any]:
-        nonlocal last, head
-        is_array = type(actions) is np.ndarray
-        if native is not None and is_array and actions.dtype.kind in kinds and actions.shape == (len(envs), *shape):
-            if actions.dtype is not last:
-                last, head = actions.dtype, step_head_of(actions.dtype)
-            if head:
-                return native.Parts(actions.copy(), cuts[: len(envs)], head)  # type: ignore[no-any-return]
-        split = action_splitter(space, cuts[: len(envs)], name, envs)
-        if is_array and not actions.dtype.hasobject:
-            return split(actions.copy())
-        return [own_copy(part, name) for part in split(actions)]
+        split = splitter(len(envs))
+        if type(actions) is np.ndarray and not actions.dtype.hasobject:
+            return split(actions.copy(), envs)
+        return [own_copy(part, name) for part in split(actions, envs)]
 
     return cut
 
@@ -350,9 +337,8 @@ class Rows:
     def __init__(self, space: Space, count: int, *, copy: bool) -> None:
         self._space, self._count = space, count
         self._has_rows = has_rows(space)
-        leaves = zip(leaf_spaces(space), row_bytes(space), strict=True) if self._has_rows else ()
-        self._leaves = [(leaf.shape, leaf.dtype, size) for leaf, size in leaves]
-        self._gather = _gatherer(space, count, copy=copy)
+        self._join = _joiner(space)
+        self._gather = _gatherer(space, count, self._join, copy=copy)
         self._unset, self._no_ends = bytes(2 * count), np.zeros(count, np.bool_)
         self._turn = 0
         self._made_for: Any = None
@@ -396,16 +382,7 @@ class Rows:
         count = len(joined_rewards) // 8
         rewards = np.ndarray(count, np.float64, joined_rewards)
         terminated, truncated = np.ndarray(count, np.bool_, join(parts[1])), np.ndarray(count, np.bool_, join(parts[2]))
-        if not self._has_rows:
-            return _gather_listed(self._space, replies), rewards, terminated, truncated
-        leaves = []
-        for index, (shape, dtype, size) in enumerate(self._leaves):
-            if count * size >= _HUGE:
-                leaves.append(np.concatenate([reply.leaves[index] for reply in replies]))
-            else:
-                leaves.append(np.ndarray((count, *shape), dtype, join(parts[3 + index])))
-        observations = nested(self._space, leaves) if type(self._space) in _NESTED else leaves[0]
-        return observations, rewards, terminated, truncated
+        return self._join(count, replies, parts[3:]), rewards, terminated, truncated
 
     def _turn_of(self, key: Any) -> int:
         if self._made_for is not key:
@@ -424,10 +401,12 @@ class Rows:
         return row_of(self._space, reply.leaves, slot)
 
 
-def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsReply], list[Any], int], Any]:
+def _gatherer(
+    space: Any, count: int, join: Callable[..., Any], *, copy: bool
+) -> Callable[[Sequence[RowsReply], list[Any], int], Any]:
     """Return the function that makes the batch of observations, given replies, views of their leaves, and the turn."""
-    if not has_rows(space):
-        return lambda replies, views, turn: _gather_listed(space, replies)
+    if not has_rows(space) or (copy and (type(space) in _NESTED or count * sum(row_bytes(space)) >= _HUGE)):
+        return lambda replies, views, turn: join(count, replies, views)
     shapes = [((count, *leaf.shape), leaf.dtype) for leaf in leaf_spaces(space)]
     if not copy:
         sets = [[np.zeros(*shape) for shape in shapes] for _ in (0, 1)]
@@ -440,27 +419,31 @@ def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsR
 
         return gather_in_turn
 
-    def gather(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
-        pairs = zip(shapes, views, strict=True)
-        return nested(space, [np.ndarray(shape, dtype, bytearray().join(parts)) for (shape, dtype), parts in pairs])
-
-    if count * sum(row_bytes(space)) >= _HUGE:
-
-        def gather_large(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
-            return nested(
-                space, [np.concatenate(leaves) for leaves in zip(*(one.leaves for one in replies), strict=True)]
-            )
-
-        return gather_large
-    if type(space) in _NESTED:
-        return gather
     ((shape, dtype),) = shapes
     return lambda replies, views, turn: np.ndarray(shape, dtype, bytearray().join(views[0]))
 
 
-def _gather_listed(space: Space, replies: Sequence[RowsReply]) -> Any:
-    listed = [_blank(space) if one is None else one for reply in replies for one in listed_observations(reply)]
-    return batch_of(space, listed)
+def _joiner(space: Any) -> Callable[[int, Sequence[RowsReply], Sequence[Any]], Any]:
+    """Return the function that joins the observations of some replies in new arrays, given views of their leaves."""
+
+    def join_listed(count: int, replies: Sequence[RowsReply], views: Sequence[Any]) -> Any:
+        listed = [_blank(space) if one is None else one for reply in replies for one in listed_observations(reply)]
+        return batch_of(space, listed)
+
+    if not has_rows(space):
+        return join_listed
+    known = [(leaf.shape, leaf.dtype, size) for leaf, size in zip(leaf_spaces(space), row_bytes(space), strict=True)]
+
+    def join(count: int, replies: Sequence[RowsReply], views: Sequence[Any]) -> Any:
+        leaves = []
+        for index, (shape, dtype, size) in enumerate(known):
+            if count * size >= _HUGE:
+                leaves.append(np.concatenate([reply.leaves[index] for reply in replies]))
+            else:
+                leaves.append(np.ndarray((count, *shape), dtype, bytearray().join(views[index])))
+        return nested(space, leaves) if type(space) in _NESTED else leaves[0]
+
+    return join
 
 
 def listed_observations(reply: RowsReply) -> Sequence[Any]:

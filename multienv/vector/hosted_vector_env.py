@@ -873,11 +873,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         except EnvsFailedError as error:
             for rows in self._slices:
                 self._begun[rows] &= rows.start in error.failures
-            self._all_begun = bool(self._begun.all())
+            self._set_begun(self._begun)
             raise
         self._set_begun(found[1])
 
-    def _set_begun(self, begun: Sequence[bool]) -> None:
+    def _set_begun(self, begun: Sequence[bool] | Array) -> None:
         self._begun[:] = begun
         self._all_begun = bool(self._begun.all())
 

@@ -199,14 +199,7 @@ def misfit(space: spaces.Space[Any], action: Any) -> str:
         return f"The action {shown(action)} is ragged; the env's action space is {space}."
     if shape != space.shape:
         return f"The action {shown(action)} has shape {shape}; the env's action space {space} wants {space.shape}."
-    if type(space) is spaces.Discrete:
-        return _discrete_misfit(space, action)
-    return ""
-
-
-def _discrete_misfit(space: spaces.Discrete, action: Any) -> str:
-    value = np.asarray(action)
-    if not np.issubdtype(value.dtype, np.integer) and value.dtype != np.bool_:
+    if type(space) is spaces.Discrete and np.asarray(action).dtype.kind not in "iub":
         return f"The action {shown(action)} is not an integer of 64 bits; the env's action space is {space}."
     return ""
 

@@ -19,7 +19,7 @@ from multienv._engine.wire.digests import evidence_of
 from multienv._engine.wire.infos import NUMBERS
 from multienv._engine.wire.layout import Layout, layout_of
 from multienv._engine.wire.rows import Cell, cells, copy_into, has_rows, leaf_arrays, nested, row_writer
-from multienv._engine.worker.failures import pickled, wrong_info, wrong_reward
+from multienv._engine.worker.failures import pickled, wrong_value
 
 # Characters of the types of numpy whose items a memoryview can be assigned.
 _ITEMS = "?bBhHiIlLqQfd"
@@ -74,7 +74,7 @@ class Cast:
         try:
             self._bank.rewards.data[slot] = reward
         except (TypeError, ValueError):
-            raise wrong_reward(reward) from None
+            raise wrong_value("reward", "float", reward) from None
 
     def _keep(self, slot: int, observation: Any) -> None:
         assert self.pickled_rows is not None
@@ -93,7 +93,7 @@ class Cast:
     def taken(self, info: Any) -> Any:
         """Return the info as it is now: the env may change what is in it with its next step."""
         if not isinstance(info, dict):
-            raise wrong_info(info)
+            raise wrong_value("info", "dict", info)
         return dict(info) if NUMBERS.issuperset(map(type, info.values())) else pickled("step", info)
 
 

@@ -23,18 +23,10 @@ def wrong_result(method: str, wanted: str, result: Any) -> Exception:
     )
 
 
-def wrong_reward(reward: Any) -> Exception:
-    """Return the error for a reward that is not a number."""
+def wrong_value(name: str, wanted: str, value: Any) -> Exception:
+    """Return the error for a reward that is not a number, or an info that is not a dict."""
     return TypeError(
-        f"env.step() returned {type(reward).__name__} {_text_of(reward):.200} as reward; gymnasium's API wants a "
-        "float. Fix the env."
-    )
-
-
-def wrong_info(info: Any) -> Exception:
-    """Return the error for an info that is not a dict."""
-    return TypeError(
-        f"The env returned {type(info).__name__} {_text_of(info):.200} as info; gymnasium's API wants a dict. "
+        f"The env returned {type(value).__name__} {_text_of(value):.200} as {name}; gymnasium's API wants a {wanted}. "
         "Fix the env."
     )
 
