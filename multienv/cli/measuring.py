@@ -26,10 +26,9 @@ from multienv._engine.building.building import EnvFn
 from multienv._engine.cores import busy_cores, cores
 from multienv._engine.reports.texts import exit_text
 from multienv._engine.threads import close_at_once
-from multienv.cli.options import first_line
 from multienv.cli.walking import RAISE
 from multienv.config import Deadlines
-from multienv.errors import UsageError, WorkerHungError, WorkerLostError
+from multienv.errors import UsageError, WorkerHungError, WorkerLostError, first_line
 from multienv.vector.batching import deal
 
 # Seconds that each contender steps before the first turn.

@@ -68,25 +68,23 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, **options: Any) -> Any:
         """Reset the env."""
-        self._before, self._is_called = state_of_process(), True
-        try:
-            observation, info = self.env.reset(**options)
-        finally:
-            self._is_called = False
-        self._look("reset", observation)
+        result = self._called("reset", **options)
         if not self._steps:
             self._take_census("after a reset")
-        return observation, info
+        return result
 
     def step(self, action: Any) -> Any:
         """Step the env."""
-        self._before, self._is_called = state_of_process(), True
         self._steps += 1
+        return self._called("step", action)
+
+    def _called(self, method: str, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        self._before, self._is_called = state_of_process(), True
         try:
-            *result, info = self.env.step(action)
+            *result, info = getattr(self.env, method)(*arguments, **options)
         finally:
             self._is_called = False
-        self._look("step", *result)
+        self._look(method, *result)
         return (*result, info)
 
     def noticed(self) -> Noticed:

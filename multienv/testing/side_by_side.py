@@ -12,7 +12,7 @@ import numpy as np
 
 from multienv import Deadlines, MultiEnv, RestartPolicy
 from multienv._engine.recovery.verification import same
-from multienv.errors import EnvsFailedError, WorkerLostError
+from multienv.errors import EnvsFailedError, WorkerLostError, first_line
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
@@ -95,7 +95,7 @@ class SideBySide:
             lost = [error for error in failed.failures.values() if isinstance(error, WorkerLostError)]
             if len(lost) < len(failed.failures):
                 raise
-            self.reasons = [str(error).partition("\n")[0] for error in lost]
+            self.reasons = [first_line(error) for error in lost]
             return
         names = ("observations", "rewards", "terminated", "truncated")
         for name, one, other in zip(names, seen, expected, strict=False):

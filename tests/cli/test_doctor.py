@@ -530,15 +530,6 @@ def test_a_replay_from_a_reset_is_not_called_exact(monkeypatch: pytest.MonkeyPat
     assert (result.exit_code, told["verdict"]) == (0, "recoverable")
 
 
-def test_an_env_that_leaks_and_remembers_is_told_what_keeps_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def strays(patient: checks.Patient) -> None:
-        patient.ways["journal"] = "strayed"
-
-    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:Hoarder", strays, checks.leaks)
-    assert "with accept='exact' a process is seldom replaced" in rows["leaks"]["advice"]
-    assert 'accept="exact", max_rss=' in told["code"]
-
-
 def test_an_env_that_leaks_memory_is_told_a_limit_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.steps, checks.leaks])
     _, told = run("doctor", f"{ODD_ENVS}:Hoarder", "--json")
