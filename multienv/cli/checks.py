@@ -23,6 +23,7 @@ import psutil
 from rich.filesize import decimal
 
 from multienv import SubprocessEnv, SubprocessVectorEnv
+from multienv._engine.building.building import EnvFn
 from multienv._engine.cores import cores
 from multienv._engine.recovery.journal import AFFORDABLE
 from multienv._engine.recovery.policy import ForkingPolicy
@@ -46,16 +47,15 @@ from multienv.errors import (
 )
 from multienv.events import Event, Loss, Recovery, Statistics
 from multienv.testing.killer import send
-from multienv.testing.side_by_side import EnvFn
 
 Verdict = Literal["ok", "note", "truncates", "broken"]
 Outcome = Literal["exact", "replayed", "truncated", "differs", "strayed"]
 Conclusion = Literal["recoverable", "truncates", "unknown", "broken"]
 
 # Limits of the first walk. Later walks take the same number of steps.
-_STEPS, _SECONDS = 200, 2.0
+STEPS, _SECONDS = 200, 2.0
 # An env that crashes is tried again with half the steps, so often; it is broken if it never gets so far.
-_TRIES, _FEW = 5, 12
+TRIES, FEW = 5, 12
 # It is not tried again after so many seconds: it may hang each time.
 _TRIES_UNTIL = 25.0
 # So many crashes in the same step are no chance.
@@ -374,7 +374,7 @@ def steps(patient: Patient) -> Row:
         known.update(each=env.statistics().step_seconds, spec=env.spec)
 
     lost_in: list[int] = []
-    first = undisturbed(patient, _STEPS, tries=_TRIES, least=_FEW, look=look, seconds=_SECONDS, lost_in=lost_in)
+    first = undisturbed(patient, STEPS, tries=TRIES, least=FEW, look=look, seconds=_SECONDS, lost_in=lost_in)
     patient.first, spec = first, known.get("spec")
     each = known.get("each") or first.slowest_step
     patient.episode_seconds = each * ((spec and spec.max_episode_steps) or 0)

@@ -19,12 +19,10 @@ from rich.filesize import decimal
 from rich.status import Status
 from rich.text import Text
 
-from multienv import SubprocessEnv
+from multienv.cli.checks import FEW, STEPS, TRIES, Patient, undisturbed
 from multienv.cli.env_functions import NamedEnv, arguments_advice, named
 from multienv.cli.texts import visible
-from multienv.cli.walking import RAISE, Walk, walk
-from multienv.config import Deadlines
-from multienv.errors import MultienvError, UsageError, WorkerLostError, first_line
+from multienv.errors import MultienvError, UsageError, first_line
 
 EnvArgument = Annotated[
     str,
@@ -41,11 +39,6 @@ ReportsOption = Annotated[
     Path | None, typer.Option(help="Directory of the crash reports. Default: $MULTIENV_REPORTS, else the user's cache.")
 ]
 VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show all output of the env, on stderr.")]
-
-_TRIAL = Deadlines(reset=60.0, step=30.0)
-_TRIAL_STEPS = 20
-# An env that crashes by chance works if it gets through so many steps in one of so many tries, as for the doctor.
-_FEW, _TRIES = 12, 5
 
 # The env's output: how many lines are shown, and how many bytes are searched for them.
 _LAST_LINES, _TAIL = 5, 2**14
@@ -81,19 +74,12 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
 
 def working_env(env: str, env_kwargs: str) -> NamedEnv:
     """Return the function that builds the env. Raises UsageError if the env does not run in a process."""
-    found, walked = named(env, **arguments_of(env_kwargs)), Walk()
-    for tries_left in reversed(range(_TRIES)):
-        try:
-            with SubprocessEnv(found.env_fn, restart=RAISE, deadlines=_TRIAL, reports="") as worker:
-                walk(worker, _TRIAL_STEPS, seconds=1.0, found=walked)
-            break
-        except MultienvError as error:
-            if walked.steps >= _FEW:
-                break
-            if not isinstance(error, WorkerLostError) or not tries_left:
-                advice = arguments_advice(found.env_fn, str(error)) or f"For details, run `multienv doctor {env}`."
-                raise UsageError(f"{env} does not work: {first_line(error)} {advice}") from error
-        walked = Walk()
+    found = named(env, **arguments_of(env_kwargs))
+    try:
+        undisturbed(Patient(env, found.env_fn, 30.0, 60.0), STEPS, tries=TRIES, least=FEW, seconds=1.0)
+    except MultienvError as error:
+        advice = arguments_advice(found.env_fn, str(error)) or f"For details, run `multienv doctor {env}`."
+        raise UsageError(f"{env} does not work: {first_line(error)} {advice}") from error
     return found
 
 

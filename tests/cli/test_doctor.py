@@ -89,7 +89,6 @@ def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay(in_short: list
     assert "restart=RestartPolicy(recycle_after_steps=2_000)" in told["code"]  # about 300 descriptors
     assert "from odd_envs import LeakyWithThread" in told["code"]
     assert "lambda: LeakyWithThread(horizon=7)" in told["code"]
-    assert all(0 < seconds < 60 for seconds in told["seconds"].values())
 
 
 def test_an_env_whose_episodes_may_outgrow_a_replay_is_told_which_option_helps(

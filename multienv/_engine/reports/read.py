@@ -101,8 +101,8 @@ def _document(path: Path, *, must_be_own: bool = False) -> dict[str, Any]:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a report, or not all of it: {error}.") from error
-    told = document if isinstance(document, dict) else {}
+    told: dict[str, Any] = document if isinstance(document, dict) else {}
     if (told.get("format"), told.get("version")) != (FORMAT, VERSION):
         found = f"It was made with {told.get('made_with')}."
         raise UsageError(f"{path} is not a report of multienv, or of another version than {VERSION}. {found}")
-    return document
+    return told
