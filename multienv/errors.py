@@ -257,6 +257,13 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type. Of several errors, take the first one."""
+    if isinstance(error, EnvsFailedError):
+        return first_line(next(iter(error.failures.values())))
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def listed(numbers: Sequence[Any]) -> str:
     """Return these numbers for people to read: those that follow one another as ``3–5``."""
     first, last = numbers[0], numbers[-1]

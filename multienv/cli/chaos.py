@@ -20,12 +20,11 @@ from multienv.cli.options import (
     NumEnvsOption,
     VerboseOption,
     at_work,
-    first_line,
     plain_console,
     working_env,
 )
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import MultienvError, UsageError
+from multienv.errors import MultienvError, UsageError, first_line
 from multienv.events import Event, Recovery
 from multienv.testing import check_env_recovers
 from multienv.testing.side_by_side import MANY_RESTARTS
@@ -35,12 +34,9 @@ def chaos(
     env: EnvArgument,
     num_envs: NumEnvsOption = 4,
     kills: Annotated[int, typer.Option(min=1, help="Stop after this many signals.")] = 100,
-    minutes: Annotated[float, typer.Option(min=0.0, help="Stop after this many minutes.")] = float("inf"),
-    seed: Annotated[int, typer.Option(min=0, help="Seed for actions, victims, signals and pauses.")] = 0,
     env_kwargs: KwargsOption = "{}",
     step_deadline: Annotated[float, typer.Option(help="Seconds after which a step counts as hung.")] = 0.5,
     reset_deadline: Annotated[float, typer.Option(help="The same for a reset.")] = 5.0,
-    pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two signals, in seconds.")] = 0.05,
     snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or only by replay.")] = True,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -75,10 +71,8 @@ def chaos(
                 found.env_fn,
                 num_envs=num_envs,
                 kills=kills,
-                seconds=60 * minutes,
-                seed=seed,
                 manners=("SIGKILL", "SIGSEGV", "SIGSTOP"),
-                interval=(0.0, pause),
+                interval=(0.0, 0.05),
                 hooks=[note],
                 restart=RestartPolicy(snapshots=snapshots, max_restarts=MANY_RESTARTS),
                 deadlines=Deadlines(step=step_deadline, reset=reset_deadline),

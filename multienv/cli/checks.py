@@ -23,6 +23,7 @@ import psutil
 from rich.filesize import decimal
 
 from multienv import SubprocessEnv, SubprocessVectorEnv
+from multienv._engine.building.building import EnvFn
 from multienv._engine.cores import cores
 from multienv._engine.recovery.journal import AFFORDABLE
 from multienv._engine.recovery.policy import ForkingPolicy
@@ -35,19 +36,26 @@ from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
 from multienv.cli.watching import Noticed, ObservedEnv, seeded
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import EnvError, MultienvError, RestartBudgetExceeded, UsageError, WorkerHungError, WorkerLostError
+from multienv.errors import (
+    EnvError,
+    MultienvError,
+    RestartBudgetExceeded,
+    UsageError,
+    WorkerHungError,
+    WorkerLostError,
+    first_line,
+)
 from multienv.events import Event, Loss, Recovery, Statistics
 from multienv.testing.killer import send
-from multienv.testing.side_by_side import EnvFn
 
 Verdict = Literal["ok", "note", "truncates", "broken"]
 Outcome = Literal["exact", "replayed", "truncated", "differs", "strayed"]
 Conclusion = Literal["recoverable", "truncates", "unknown", "broken"]
 
 # Limits of the first walk. Later walks take the same number of steps.
-_STEPS, _SECONDS = 200, 2.0
+STEPS, _SECONDS = 200, 2.0
 # An env that crashes is tried again with half the steps, so often; it is broken if it never gets so far.
-_TRIES, _FEW = 5, 12
+TRIES, FEW = 5, 12
 # It is not tried again after so many seconds: it may hang each time.
 _TRIES_UNTIL = 25.0
 # So many crashes in the same step are no chance.
@@ -162,7 +170,6 @@ class Patient:
         obstacle: Why the env has no snapshots, or ``""``.
         began: When the examination began.
         episode_seconds: Env time of the longest episode that its spec allows; 0.0: unknown.
-        variables: Environment variables that the env needs to render frames.
         is_busy: Other programs keep all cores busy: times say little.
         exact_steps: About how many steps of a worker a replay repeats exactly, though the env carries memory across
             resets; 0: not known.
@@ -192,7 +199,6 @@ class Patient:
     obstacle: str = ""
     began: float = field(default_factory=time.monotonic)
     episode_seconds: float = 0.0
-    variables: dict[str, str] = field(default_factory=dict)
     is_busy: bool = False
     exact_steps: int = 0
 
@@ -292,7 +298,7 @@ def _tried(check: Callable[[Patient], Row | None], patient: Patient) -> Row | No
 
 def _failed(patient: Patient, error: Exception) -> Row:
     """Return the row of a check that raised: what happened, and in which line of the env."""
-    text = (str(error) or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     if isinstance(error, SpoiledError):
         return Row("note", f"not known: {text}", _CHANCE if patient.own_faults and patient.again else "")
     verdict: Verdict = "broken"
@@ -368,9 +374,7 @@ def steps(patient: Patient) -> Row:
         known.update(each=env.statistics().step_seconds, spec=env.spec)
 
     lost_in: list[int] = []
-    first = undisturbed(
-        patient, _STEPS, tries=_TRIES, halved=True, least=_FEW, look=look, seconds=_SECONDS, lost_in=lost_in
-    )
+    first = undisturbed(patient, STEPS, tries=TRIES, least=FEW, look=look, seconds=_SECONDS, lost_in=lost_in)
     patient.first, spec = first, known.get("spec")
     each = known.get("each") or first.slowest_step
     patient.episode_seconds = each * ((spec and spec.max_episode_steps) or 0)
@@ -490,7 +494,6 @@ def undisturbed(
     *,
     env_fn: EnvFn | None = None,
     tries: int = 2,
-    halved: bool = False,
     least: int = 1,
     look: Callable[[SubprocessEnv], object] = lambda env: None,
     lost_in: list[int] | None = None,
@@ -500,10 +503,9 @@ def undisturbed(
 
     Args:
         patient: The env.
-        steps: Largest number of steps.
+        steps: Largest number of steps; each further try takes half of the last one's.
         env_fn: Builds another env than the patient's.
         tries: How many workers may be lost.
-        halved: Take half the steps in each further try.
         least: If no try has got so far, raise the WorkerLostError of the last one.
         look: Called with the env now and then, and at the end.
         lost_in: Where to put the numbers of the steps in which workers were lost.
@@ -527,7 +529,7 @@ def undisturbed(
             patient.note_own_loss(error)
             if is_last:
                 break
-        steps = steps // 2 if halved else steps
+        steps //= 2
     return longest
 
 
@@ -547,7 +549,7 @@ def shares(patient: Patient) -> Row | None:
                 for _ in range(_SHARED_STEPS):
                     envs.step(envs.action_space.sample())
         except MultienvError as error:
-            errors.append(str(next(iter(getattr(error, "failures", {}).values()), error)).splitlines()[0])
+            errors.append(first_line(error))
         else:
             break
     if not errors:
@@ -570,13 +572,10 @@ def renders(patient: Patient) -> Row | None:
             frame, first = _frame(env)
             _, other = _frame(env)
         except EnvError as error:
-            text = f"no frame. {error}".splitlines()[0]
+            text = f"no frame. {first_line(error)}"
             advice = f"Is there no display? {_OFFSCREEN}"
             return Row("note", text, advice, foreign_frames(error.remote_traceback))
         known = env.call("drawn_by")
-        name = "MUJOCO_GL"
-        if f"{name}={os.environ.get(name)}" in known:
-            patient.variables = {name: os.environ[name]}
     if frame.ndim < 2:
         return Row("note", f"render() returned no frame, but {frame!r:.100}")
     size = " × ".join(map(str, frame.shape))
@@ -707,9 +706,6 @@ def leaks(patient: Patient) -> Row:
     advice += " max_rss counts a worker: all its envs together." if "max_rss" in advice else ""
     if patient.remembers:
         advice += " What this env remembers across resets is lost with its process: later episodes may differ."
-    if patient.ways.get("journal") == "strayed":
-        advice += " But with accept='exact' a process is seldom replaced, so that this env forgets nothing: leave that"
-        advice += " out if its memory grows too much."
     return Row("note", f"each episode leaks: {', '.join(found)}", advice)
 
 
@@ -798,7 +794,8 @@ class Struck:
     @property
     def reason(self) -> str:
         """Return why the recovery was not exact."""
-        return _reason(self.recovery)
+        text = self.recovery.reason
+        return text.partition("It cannot be recovered: ")[2] or text  # the doctor has killed the process
 
     @property
     def advice(self) -> str:
@@ -872,11 +869,6 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     return Struck(outcome, difference, ours, known)
 
 
-def _reason(recovery: Recovery) -> str:
-    """Return why a recovery was not exact; leave out that the process was killed."""
-    return recovery.reason.partition("It cannot be recovered: ")[2] or recovery.reason
-
-
 def _outgrows_replays(patient: Patient) -> bool:
     """Tell whether an episode may take longer than a replay may, while only a replay recovers it."""
     is_long = patient.episode_seconds > RestartPolicy().replay_limit and not patient.is_busy
@@ -903,8 +895,6 @@ def options_for(patient: Patient) -> str:
         options = [f"deadlines=Deadlines(step={step:.1f}, reset={reset:.1f})"]
     if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":
         options.append("envs_per_worker=1")
-    if patient.variables:
-        options.append(f"worker_env={patient.variables!r}".replace("'", '"'))
     restart = []
     if patient.ways.get("journal") == "differs":
         restart += ['on_crash="truncate"', 'on_timeout="truncate"']

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -62,8 +62,7 @@ def doctor(
     code = "" if is_broken else vector_env_code(found, 8, options_for(patient), lists=patient.batch == "none")
     if as_json:
         checks = [row._asdict() for row in rows]
-        seconds = {"slowest_reset": patient.first.slowest_reset, "slowest_step": patient.first.slowest_step}
-        document = {"env": env, "verdict": verdict, "checks": checks, "seconds": seconds, "code": code}
+        document: dict[str, Any] = {"env": env, "verdict": verdict, "checks": checks, "code": code}
         document["own_faults"] = {"crashed": patient.crashed, "hung": patient.hung}
         document["printed"] = work.printed
         print(json.dumps(document, indent=1))

@@ -26,10 +26,9 @@ from multienv._engine.building.building import EnvFn
 from multienv._engine.cores import busy_cores, cores
 from multienv._engine.reports.texts import exit_text
 from multienv._engine.threads import close_at_once
-from multienv.cli.options import first_line
 from multienv.cli.walking import RAISE
 from multienv.config import Deadlines
-from multienv.errors import UsageError, WorkerHungError, WorkerLostError
+from multienv.errors import UsageError, WorkerHungError, WorkerLostError, first_line
 from multienv.vector.batching import deal
 
 # Seconds that each contender steps before the first turn.
@@ -39,7 +38,7 @@ WORTH_IT = 1.05
 # Options of a worker with a batch, or with an env that is stepped for the limit. A turn takes less than a minute.
 _IN_A_WORKER: dict[str, Any] = {"restart": RAISE, "deadlines": Deadlines(call=60.0), "reports": ""}
 # The limit of an env that crashes by chance: it is tried so often in a turn, each time for a quarter of the time.
-_TRIES, _LEAST_PART = 6, 1 / 256
+_TRIES = 6
 
 
 @dataclass
@@ -252,13 +251,11 @@ def _build_limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Callable[[float]
     steppers = [partial(BoundEnv, env_fn, core) for core in cores()]
     workers = create_subprocess_envs(steppers, **_IN_A_WORKER)
     stack.callback(close_at_once, [worker.close for worker in workers])
-    part = 1.0
 
     def step_for(seconds: float) -> float:
-        nonlocal part
         for _ in range(_TRIES):
             for worker in workers:
-                worker.call_async("step_for", part * seconds)
+                worker.call_async("step_for", seconds)
             rates: list[float] = []
             for worker in workers:
                 try:
@@ -267,7 +264,7 @@ def _build_limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Callable[[float]
                     lost = error
             if len(rates) == len(workers):
                 return sum(rates)
-            part = max(part / 4, _LEAST_PART)
+            seconds /= 4
         raise lost
 
     return step_for

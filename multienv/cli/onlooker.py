@@ -38,8 +38,6 @@ _KINDS = {STEP: "step", BEGIN: "reset"}
 _TITLE = re.compile(r"multienv (envs? (\d+)(?:-(\d+))?)")
 # Seconds between two samples of a worker's words.
 _SAMPLING = 0.02
-# Seconds between two searches for new workers.
-_SEARCHING = 0.2
 
 
 class WorkerView:
@@ -184,24 +182,18 @@ class TrainerView:
         return False
 
     def watch(self, seconds: float) -> None:
-        """Sample all workers for this time, also those that start meanwhile, and make a row of each."""
-        began = searched = time.monotonic()
-        while (now := time.monotonic()) < began + seconds:
-            if now > searched + _SEARCHING:
-                searched = now
-                self._find_workers_now()
+        """Sample all workers for this time, and make a row of each, also of those that have started meanwhile."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
             for worker in self._workers.values():
                 worker.sample()
             time.sleep(_SAMPLING)
-        self._find_workers_now()
+        with contextlib.suppress(psutil.Error, OSError):  # the trainer has ended
+            self._find_workers()
         self.rows = []
         for worker in sorted(self._workers.values(), key=lambda one: -1 if one.first is None else one.first):
             with contextlib.suppress(psutil.Error):
                 self.rows.append(worker.row())
-
-    def _find_workers_now(self) -> None:
-        with contextlib.suppress(psutil.Error, OSError):  # the trainer has ended
-            self._find_workers()
 
     def _find_workers(self) -> None:
         """Find new workers, and drop workers that have ended."""

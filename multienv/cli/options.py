@@ -19,12 +19,10 @@ from rich.filesize import decimal
 from rich.status import Status
 from rich.text import Text
 
-from multienv import SubprocessEnv
+from multienv.cli.checks import FEW, STEPS, TRIES, Patient, undisturbed
 from multienv.cli.env_functions import NamedEnv, arguments_advice, named
 from multienv.cli.texts import visible
-from multienv.cli.walking import RAISE, Walk, walk
-from multienv.config import Deadlines
-from multienv.errors import EnvsFailedError, MultienvError, UsageError, WorkerLostError
+from multienv.errors import MultienvError, UsageError, first_line
 
 EnvArgument = Annotated[
     str,
@@ -42,14 +40,8 @@ ReportsOption = Annotated[
 ]
 VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show all output of the env, on stderr.")]
 
-_TRIAL = Deadlines(reset=60.0, step=30.0)
-_TRIAL_STEPS = 20
-# An env that crashes by chance works if it gets through so many steps in one of so many tries, as for the doctor.
-_FEW, _TRIES = 12, 5
-
-# The env's output: how many lines are shown, and how many bytes are searched for them. The file with the output is
-# emptied whenever it has grown by the third number, in bytes.
-_LAST_LINES, _TAIL, _MOST = 5, 2**14, 2**24
+# The env's output: how many lines are shown, and how many bytes are searched for them.
+_LAST_LINES, _TAIL = 5, 2**14
 
 # Text from an env is shown unchanged; with emoji codes, "file.py:Ferry:" would show a ferry.
 plain_console = partial(Console, markup=False, highlight=False, emoji=False)
@@ -69,13 +61,6 @@ def refusing(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type. Of several errors, take the first one."""
-    if isinstance(error, EnvsFailedError):
-        return first_line(next(iter(error.failures.values())))
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
 def arguments_of(env_kwargs: str) -> dict[str, Any]:
     """Return the arguments in ``--env-kwargs``. Raises UsageError."""
     try:
@@ -89,19 +74,12 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
 
 def working_env(env: str, env_kwargs: str) -> NamedEnv:
     """Return the function that builds the env. Raises UsageError if the env does not run in a process."""
-    found, walked = named(env, **arguments_of(env_kwargs)), Walk()
-    for tries_left in reversed(range(_TRIES)):
-        try:
-            with SubprocessEnv(found.env_fn, restart=RAISE, deadlines=_TRIAL, reports="") as worker:
-                walk(worker, _TRIAL_STEPS, seconds=1.0, found=walked)
-            break
-        except MultienvError as error:
-            if walked.steps >= _FEW:
-                break
-            if not isinstance(error, WorkerLostError) or not tries_left:
-                advice = arguments_advice(found.env_fn, str(error)) or f"For details, run `multienv doctor {env}`."
-                raise UsageError(f"{env} does not work: {first_line(error)} {advice}") from error
-        walked = Walk()
+    found = named(env, **arguments_of(env_kwargs))
+    try:
+        undisturbed(Patient(env, found.env_fn, 30.0, 60.0), STEPS, tries=TRIES, least=FEW, seconds=1.0)
+    except MultienvError as error:
+        advice = arguments_advice(found.env_fn, str(error)) or f"For details, run `multienv doctor {env}`."
+        raise UsageError(f"{env} does not work: {first_line(error)} {advice}") from error
     return found
 
 
@@ -116,21 +94,17 @@ class Work:
     def __init__(self, status: Status, output: IO[bytes] | None) -> None:
         self.console = status.console
         self._status, self._output = status, output
-        self._emptied_at = 0
         self.printed = ""
 
     def update(self, doing: str) -> None:
         """Show what is being done now."""
         self._status.update(Text(doing))
-        if self._output is not None and (size := os.fstat(self._output.fileno()).st_size) > self._emptied_at + _MOST:
-            self._output.truncate(0)  # it then grows on as a file with a hole
-            self._emptied_at = size
 
     def finish(self) -> None:
         """Set ``printed``: how much the env has printed, and the last lines; ``""`` if nothing, or if it was shown."""
         if self._output is None or not (size := os.fstat(self._output.fileno()).st_size):
             return
-        tail = os.pread(self._output.fileno(), _TAIL, max(0, size - _TAIL)).replace(b"\0", b"")
+        tail = os.pread(self._output.fileno(), _TAIL, max(0, size - _TAIL))
         lines = [line[:200] for line in tail.decode(errors="replace").splitlines() if line.strip()]
         newest_first = dict.fromkeys(reversed(lines))  # each of them once: every process prints the same warnings
         last = "\n".join(f"    {line}" for line in [*newest_first][:_LAST_LINES][::-1])

@@ -10,7 +10,7 @@ from typing import Any
 
 import gymnasium
 
-from multienv.testing.side_by_side import EnvFn
+from multienv._engine.building.building import EnvFn
 
 _VARIABLES = ("MUJOCO_GL", "PYOPENGL_PLATFORM", "MUJOCO_EGL_DEVICE_ID", "CUDA_VISIBLE_DEVICES")
 _DEVICES = ("/dev/nvidia", "/dev/dri/", "/dev/kfd")

@@ -24,20 +24,8 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def report_line(summary: dict[str, Any]) -> str:
-    """Return one line about a crash report, see ``summary_of``: its age, outcome, name and loss."""
-    return visible(f"{_age_and_outcome(summary)}  {Path(summary['report']).name}  {_what(summary)}")
-
-
-def loss_line(summary: dict[str, Any]) -> str:
-    """Return the same with the name last: where a line is cut off, the loss is still to be read."""
-    return visible(f"{_age_and_outcome(summary)}  {_what(summary)}  {Path(summary['report']).name}")
-
-
-def _age_and_outcome(summary: dict[str, Any]) -> str:
+def report_line(summary: dict[str, Any], name: str = "") -> str:
+    """Return one line about a crash report, see ``summary_of``: its age, outcome, name (if it is given) and loss."""
     age = f"{duration(max(0.0, time.time() - time_of(Path(summary['report']))))} ago"
-    return f"{age:>11}  {summary['outcome']:9}"
-
-
-def _what(summary: dict[str, Any]) -> str:
-    return " ".join(summary["what"].removeprefix("The ").split())
+    what = summary["what"].removeprefix("The ")
+    return visible(" ".join([f"{age:>11}  {summary['outcome']:9} ", *name.split(), *what.split()]))

@@ -19,7 +19,7 @@ from multienv._engine.reports import store
 from multienv._engine.reports.read import summary_of
 from multienv.cli.onlooker import TrainerView
 from multienv.cli.options import JsonOption, ReportsOption, plain_console
-from multienv.cli.texts import duration, loss_line
+from multienv.cli.texts import duration, report_line
 
 _STYLES = {"building": "cyan", "replaying": "yellow", "busy": "green", "idle": ""}
 _COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "per step", "in env", "steps/s", "RSS", "restarts")
@@ -94,7 +94,7 @@ def _drawn(document: dict[str, Any]) -> Group:
         text.append("The trainer does not wait for one worker more than for the others.\n")
     text.append(f"Crash reports in {reports['directory']}: {reports['number']}\n", "dim")
     for loss in document["losses"]:
-        text.append(f"{loss_line(loss)}\n")
+        text.append(f"{report_line(loss)}\n")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in _COLUMNS[:3] else "right", no_wrap=name != "state")

@@ -10,12 +10,12 @@ import gymnasium
 import numpy as np
 from gymnasium.utils.passive_env_checker import check_obs
 
+from multienv._engine.building.building import EnvFn
 from multienv._engine.processes.leftovers import open_descriptors
 from multienv._engine.wire.digests import MARK, evidence_of
 from multienv._engine.worker.asked import obstacle_of
 from multienv._engine.worker.census import OBSTACLES, census, standard_streams
 from multienv._engine.worker.seeding import seed_process, state_of_process
-from multienv.testing.side_by_side import EnvFn
 
 
 class Outside(NamedTuple):
@@ -62,31 +62,28 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._is_called, self._steps = False, 0
         super().__init__(env_fn())
         self._noticed = Noticed()
-        self._before = state_of_process()
         self._take_census("after its construction")
         sys.addaudithook(self._hear)
 
     def reset(self, **options: Any) -> Any:
         """Reset the env."""
-        self._before, self._is_called = state_of_process(), True
-        try:
-            observation, info = self.env.reset(**options)
-        finally:
-            self._is_called = False
-        self._look("reset", observation)
+        result = self._called("reset", **options)
         if not self._steps:
             self._take_census("after a reset")
-        return observation, info
+        return result
 
     def step(self, action: Any) -> Any:
         """Step the env."""
-        self._before, self._is_called = state_of_process(), True
         self._steps += 1
+        return self._called("step", action)
+
+    def _called(self, method: str, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        before, self._is_called = state_of_process(), True
         try:
-            *result, info = self.env.step(action)
+            *result, info = getattr(self.env, method)(*arguments, **options)
         finally:
             self._is_called = False
-        self._look("step", *result)
+        self._look(method, before, *result)
         return (*result, info)
 
     def noticed(self) -> Noticed:
@@ -107,9 +104,9 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _note(self, when: str, what: str, obstacle: str) -> None:
         self._outside.setdefault((obstacle, what), Outside(when, what, obstacle))
 
-    def _look(self, method: str, *returned: Any) -> None:
-        pairs = zip(("random", "numpy.random"), self._before, state_of_process(), strict=True)
-        changed = {name for name, before, after in pairs if before != after}
+    def _look(self, method: str, before: Any, *returned: Any) -> None:
+        pairs = zip(("random", "numpy.random"), before, state_of_process(), strict=True)
+        changed = {name for name, one, other in pairs if one != other}
         marks = [found[len(MARK) :] for found in map(evidence_of, returned) if found.startswith(MARK)]
         incomparable = marks[0].decode(errors="replace") if marks else ""
         known = self._noticed

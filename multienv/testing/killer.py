@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from multienv.testing.processes import descendants
+from multienv._engine.processes.leftovers import parent_of
 
 KillManner = Literal["SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP"]
 """The signals a :class:`Killer` knows. A stopped process hangs: a deadline has to end it."""
@@ -27,13 +27,22 @@ def worker_pids(envs: Any) -> list[int]:
 
 def send(pid: int, manner: KillManner) -> bool:
     """Send a signal to a descendant of this process; return whether it was one, and alive."""
-    if sys.platform == "linux" and pid not in descendants(os.getpid()):
+    if sys.platform == "linux" and not _is_descendant(pid):
         return False
     try:
         os.kill(pid, getattr(signal, manner))
     except ProcessLookupError:
         return False
     return True
+
+
+def _is_descendant(pid: int) -> bool:
+    """Tell whether this process has started that one, or one of its ancestors."""
+    while pid > 1:
+        pid = parent_of(pid)
+        if pid == os.getpid():
+            return True
+    return False
 
 
 class Killer:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 
 from multienv import Deadlines, MultiEnv, RestartPolicy
 from multienv._engine.recovery.verification import same
-from multienv.errors import EnvsFailedError, WorkerLostError
-
-EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+from multienv.errors import EnvsFailedError, WorkerLostError, first_line
 
 # After so many differences a check ends.
 ENOUGH_MISMATCHES = 5
@@ -83,11 +80,8 @@ class SideBySide:
         actions = [self._actions.sample() for _ in self._calm.envs]
         try:
             seen = self._struck.step(copy.deepcopy(actions))
-            self.reasons = _reasons(seen[4])
-            if self.reasons:
-                return
             expected = self._calm.step(actions)
-            self.reasons = _reasons(expected[4])
+            self.reasons = _reasons((*seen[4], *expected[4]))
             if self.reasons:
                 return
             self.ended += sum(bool(over or cut) for over, cut in zip(expected[2], expected[3], strict=True))
@@ -95,7 +89,7 @@ class SideBySide:
             lost = [error for error in failed.failures.values() if isinstance(error, WorkerLostError)]
             if len(lost) < len(failed.failures):
                 raise
-            self.reasons = [str(error).partition("\n")[0] for error in lost]
+            self.reasons = [first_line(error) for error in lost]
             return
         names = ("observations", "rewards", "terminated", "truncated")
         for name, one, other in zip(names, seen, expected, strict=False):

@@ -30,7 +30,7 @@ from multienv._engine.interrupts import runs_user_code
 from multienv._engine.reports.texts import signal_name
 from multienv.config import takes_options_of
 from multienv.envs.subprocess_env import SubprocessEnv
-from multienv.errors import UsageError
+from multienv.errors import UsageError, first_line
 from multienv.events import Event, Loss, Recovery, Recycled
 from multienv.vector.vector_env import SubprocessVectorEnv
 
@@ -216,7 +216,7 @@ class ReplacedVectorEnvs:
                 # Pickled by the name of the original, so that is what a worker calls.
                 env = SubprocessEnv(functools.partial(make, *arguments, **named), **self._options).__enter__()
             except UsageError as error:
-                self._say(f"make() returns an env of this process: {_line(error)}")
+                self._say(f"make() returns an env of this process: {first_line(error)}")
                 return original(*arguments, **named)
             self._made.append(1)
             return env
@@ -260,7 +260,7 @@ class _StandIn(ABCMeta):
         try:
             return super().__call__(*arguments, **named)
         except (UsageError, TypeError) as error:  # TypeError: an argument is unknown, or the env is no gymnasium.Env
-            say(f"{original.__name__} is {original.__module__.partition('.')[0]}'s own here: {_line(error)}")
+            say(f"{original.__name__} is {original.__module__.partition('.')[0]}'s own here: {first_line(error)}")
         return original(*arguments, **named)
 
 
@@ -310,9 +310,3 @@ def _returns_existing_env(env_fn: Any) -> bool:
     except (TypeError, ValueError):  # no function of Python's, or a variable has no value yet
         return False
     return any(isinstance(value, gymnasium.Env) for value in (*used.nonlocals.values(), *used.globals.values()))
-
-
-def _line(error: BaseException) -> str:
-    """Return the first line of an error; of several, of the first one."""
-    first = next(iter(getattr(error, "failures", {0: error}).values()))
-    return str(first).partition("\n")[0]

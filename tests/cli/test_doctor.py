@@ -89,7 +89,6 @@ def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay(in_short: list
     assert "restart=RestartPolicy(recycle_after_steps=2_000)" in told["code"]  # about 300 descriptors
     assert "from odd_envs import LeakyWithThread" in told["code"]
     assert "lambda: LeakyWithThread(horizon=7)" in told["code"]
-    assert all(0 < seconds < 60 for seconds in told["seconds"].values())
 
 
 def test_an_env_whose_episodes_may_outgrow_a_replay_is_told_which_option_helps(
@@ -528,15 +527,6 @@ def test_a_replay_from_a_reset_is_not_called_exact(monkeypatch: pytest.MonkeyPat
         r"a new process repeats \d+ requests from a reset, all equal, in [^;]*", rows["replays"]["meaning"]
     )
     assert (result.exit_code, told["verdict"]) == (0, "recoverable")
-
-
-def test_an_env_that_leaks_and_remembers_is_told_what_keeps_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def strays(patient: checks.Patient) -> None:
-        patient.ways["journal"] = "strayed"
-
-    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:Hoarder", strays, checks.leaks)
-    assert "with accept='exact' a process is seldom replaced" in rows["leaks"]["advice"]
-    assert 'accept="exact", max_rss=' in told["code"]
 
 
 def test_an_env_that_leaks_memory_is_told_a_limit_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
