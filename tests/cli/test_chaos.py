@@ -45,7 +45,7 @@ def counts(result: Result, of: str) -> dict[str, int]:
 
 
 def test_a_deterministic_env(reports: Path) -> None:
-    few = ("Counter-v0", "--kills", "8", "--num-envs", "3")
+    few = ("Counter-v0", "--kills", "8", "--num-envs", "3", "--pause", "0.03")
     result = chaos(*few)
     assert result.exit_code == 0, result.output
     # On a busy machine the kills may follow each other so soon that no episode ends, and no snapshot is taken.

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -363,6 +364,7 @@ def test_without_an_argument_reports_are_listed_and_latest_is_the_newest(
 def rewritten(report: Path, data: bytes) -> None:
     """Another pickle takes the place of the report's own."""
     report.with_suffix(".pickle").write_bytes(data)
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"checksum": zlib.crc32(data)}))
 
 
 def with_build(report: Path, **changed: Any) -> None:
@@ -383,10 +385,12 @@ DAMAGE: dict[str, Any] = {
     "no pickle": lambda report: report.with_suffix(".pickle").unlink(),
     "half json": lambda report: changed_bytes(report, lambda data: data[: len(data) // 2]),
     "half pickle": lambda report: changed_bytes(report.with_suffix(".pickle"), lambda data: data[: len(data) // 2]),
+    "bits": lambda report: changed_bytes(report.with_suffix(".pickle"), lambda data: data[:200] + b"x" + data[201:]),
     "a class that is not here": lambda report: rewritten(report, b"cno_such_module\nmake\n."),
     "no dict": lambda report: report.write_text("[]"),
     "foreign": with_text(format="something else"),
     "newer": with_text(version=1000),
+    "of another pickle": with_text(checksum=1),
     "attributes missing": lambda report: rewritten(report, b"cmultienv._engine.reports.crash\nReport\n)\x81."),
     "no report": lambda report: rewritten(report, pickle.dumps({"loss": None})),
     "nothing": with_text(build=None),
@@ -417,8 +421,9 @@ def test_a_fifo_or_a_device_named_like_a_report_is_not_read(
     fifo, device = (cartpole_report.with_name(f"{digit}{cartpole_report.name[1:]}") for digit in "89")
     os.mkfifo(fifo)
     device.symlink_to("/dev/null")  # which would do no harm
-    _, line = replay().stdout.splitlines()
+    _, line, *others = replay().stdout.splitlines()
     assert cartpole_report.name in line
+    assert others == [f"Not read: {path.name} is not a regular file." for path in (device, fifo)]
     assert len(json.loads(replay("--json").stdout)) == 1
     for path in (fifo, device):
         result = replay(path)

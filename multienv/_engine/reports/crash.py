@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -166,6 +167,7 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
         "when": when,
         "replay": replay_command(path),
         "obstacle": obstacle,
+        "checksum": zlib.crc32(data),
         "loss": {
             **asdict(loss),
             "how": how_lost(loss),

@@ -8,6 +8,7 @@ import pickle
 import shlex
 import stat
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def load(path: str | Path) -> Report:
     if document.get("obstacle"):
         raise UsageError(f"{path} cannot be replayed: {document['obstacle']}.")
     data = _read(beside, must_be_own=True)
+    if zlib.crc32(data) != document.get("checksum"):
+        raise UsageError(f"{path} or {beside.name} is damaged: they do not belong together.")
     try:
         # Classes of the trainer's own modules may be in what is pickled.
         sys.path += [entry for entry in document["build"]["path"] or () if entry not in sys.path]
@@ -101,8 +104,11 @@ def _document(path: Path, *, must_be_own: bool = False) -> dict[str, Any]:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a report, or not all of it: {error}.") from error
-    told: dict[str, Any] = document if isinstance(document, dict) else {}
-    if (told.get("format"), told.get("version")) != (FORMAT, VERSION):
-        found = f"It was made with {told.get('made_with')}."
-        raise UsageError(f"{path} is not a report of multienv, or of another version than {VERSION}. {found}")
-    return told
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise UsageError(f'{path} is not a report of multienv: it does not say "format": "{FORMAT}".')
+    if document.get("version") != VERSION:
+        raise UsageError(
+            f"{path} is a report of version {document.get('version')}, and this multienv reads version {VERSION}. "
+            f"It was made with {document.get('made_with')}."
+        )
+    return document
