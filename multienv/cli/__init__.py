@@ -12,5 +12,7 @@ def app(prog_name: str = "multienv") -> None:
     """Run the subcommand that ``sys.argv`` names."""
     if sys.argv[1:2] == ["run"]:
         run_command(sys.argv[2:])
+    elif sys.argv[1:] and sys.argv[1].endswith(".py"):
+        sys.exit(f"There is no command {sys.argv[1]}. To run a script: multienv run {' '.join(sys.argv[1:])}")
     else:
         importlib.import_module("multienv.cli.commands").app(prog_name=prog_name)

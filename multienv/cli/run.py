@@ -61,6 +61,8 @@ def run_command(arguments: Sequence[str]) -> None:
     except UsageError as error:
         parser.error(str(error))
     file = Path(os.path.expandvars(options.summary)).absolute() if options.summary else None
+    if file is not None and not file.parent.is_dir():
+        parser.error(f"--summary {file}: there is no such folder")
     # Registered before the script runs, so called after what the script registers, and after its threads have ended.
     atexit.register(_tell, replaced, file, os.getpid())
     sys.argv[:] = rest
