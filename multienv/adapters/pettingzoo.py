@@ -152,7 +152,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         Returns:
             Observations and infos by agent.
         """
-        return self._noted(self._built().reset(seed=seed, options=options))  # type: ignore[no-any-return]
+        self.agents, self._last, self._spaces_of_others, outcome = self._built().reset(seed=seed, options=options)  # type: ignore[misc]
+        return outcome  # type: ignore[no-any-return]
 
     def reset_async(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect the result with :meth:`reset_wait`."""
@@ -160,7 +161,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
         """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        return self._noted(self._env.reset_wait(timeout))  # type: ignore[no-any-return]
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.reset_wait(timeout)  # type: ignore[misc]
+        return outcome  # type: ignore[no-any-return]
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Take one step.
@@ -177,7 +179,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        return self._noted(self._env.step(actions))  # type: ignore[no-any-return]
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.step(actions)  # type: ignore[misc]
+        return outcome  # type: ignore[no-any-return]
 
     def step_async(self, actions: dict[Any, Any]) -> None:
         """Send a step; collect the result with :meth:`step_wait`."""
@@ -185,11 +188,13 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect the result of the step. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        return self._noted(self._env.step_wait(timeout))  # type: ignore[no-any-return]
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.step_wait(timeout)  # type: ignore[misc]
+        return outcome  # type: ignore[no-any-return]
 
     def resume(self) -> Any:
         """Return, after an interruption, the result of the last step or reset, collected before or not."""
-        return self._noted(self._env.resume())
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.resume()
+        return outcome
 
     def render(self) -> Any:
         """Render the env and return the result of its ``render``."""
@@ -286,15 +291,11 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             self._spaces_of_others[agent] = found
         return found
 
-    def _noted(self, returned: Any) -> Any:
-        """Store what :meth:`_converted` has made of an answer; return what the caller gets of it."""
-        self.agents, self._last, self._spaces_of_others, outcome = returned
-        return outcome
-
     def _converted(self, answer: Any) -> tuple[list[Any], bytes, dict[Any, tuple[Any, Any]], Any]:
         """Return agents, last transition and spaces after an answer, which the caller stores, and what it then returns.
 
-        Nothing is stored here: until the caller has the outcome, an interrupted call is not over.
+        Nothing is stored here: until the caller has the outcome, an interrupted call is not over. It stores them in one
+        line and calls nothing after that: in a call, an exception of a signal handler would lose the outcome.
         """
         info = answer[-1]
         told, last = info.get("multienv", {}), info.get("returned", self._last)
