@@ -85,13 +85,13 @@ def plot(tables: dict[str, dict[str, float]], path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(tables), figsize=(4 * len(tables), 3.2), layout="constrained")
+    figure, panels = plt.subplots(1, len(tables), figsize=(4 * len(tables), 3.6), layout="constrained")
     for axes, (title, rows) in zip(panels, tables.items(), strict=True):
         axes.plot(list(rows), [1e6 * cost for cost in rows.values()], marker="o")
-        axes.set_title(title)
+        axes.set_xlabel(title)
+        axes.set_ylabel("overhead of an env step, µs of CPU time")
         axes.set_ylim(bottom=0)
         axes.tick_params(axis="x", rotation=45)
-    panels[0].set_ylabel("µs of a core beside the env's own, a step")
     figure.savefig(path, dpi=130)
 
 
@@ -113,11 +113,14 @@ def main() -> None:
             tables[title][name] = cost
             print(f"  {name:>8}  {1e6 * cost:9.2f} µs", flush=True)
 
-    table("envs", {str(count): (count, 16, 10e-6) for count in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)})
+    table(
+        "number of envs (steps of 10 µs)",
+        {str(count): (count, 16, 10e-6) for count in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)},
+    )
     sizes = {"4 B": 4, "64 B": 64, "1 KiB": 2**10, "16 KiB": 2**14, "128 KiB": 2**17, "1 MiB": 2**20}
-    table("observation, 8 envs", {name: (8, size, 100e-6) for name, size in sizes.items()})
+    table("size of an observation (8 envs)", {name: (8, size, 100e-6) for name, size in sizes.items()})
     lengths = {"1 µs": 1e-6, "10 µs": 10e-6, "100 µs": 100e-6, "1 ms": 1e-3, "10 ms": 10e-3}
-    table("env step, 32 envs", {name: (32, 16, seconds) for name, seconds in lengths.items()})
+    table("length of an env step (32 envs)", {name: (32, 16, seconds) for name, seconds in lengths.items()})
     if arguments.json:
         arguments.json.write_text(json.dumps(tables, indent=1))
     if arguments.plot:
