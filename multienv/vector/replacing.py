@@ -298,7 +298,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def _swap(old: Any, new: Any) -> None:
     """Put ``new`` wherever a module has ``old``, but for those of multienv."""
     for module_name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and module_name.partition(".")[0] != "multienv":
+        # Not isinstance(): cffi's libraries say that they are modules, and have no names.
+        if issubclass(type(module), ModuleType) and module_name.partition(".")[0] != "multienv":
             names = object.__getattribute__(module, "__dict__")  # some modules are loaded by any other look at them
             names.update({name: new for name, value in list(names.items()) if value is old})
 
