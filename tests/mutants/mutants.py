@@ -1819,7 +1819,7 @@ MUTANTS = [
         "A class is replaced only in the module that defines it, not where it was imported before.",
         2,
         "replacing:_swap",
-        'isinstance(module, ModuleType) and module_name.partition(".")[0] != "multienv"',
+        'issubclass(type(module), ModuleType) and module_name.partition(".")[0] != "multienv"',
         'module_name == getattr(old, "__module__", "")',
         REPLACED,
     ),
