@@ -73,7 +73,7 @@ class RecoveryProgress:
 
 
 class Losses:
-    """What the workers of a call have in common about their losses: how often they come, and whether by chance.
+    """Counts the losses of all workers of a call: tells how often they come, and whether by chance.
 
     Attributes:
         seconds: Time that all envs took, all together.
