@@ -125,10 +125,10 @@ class Interruption:
     # --- before ---------------------------------------------------------------------------------------
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        parent = frame.f_back
+        if parent in self._after_call:
+            self._after_call[parent] = False  # what it called was Python, of whatever file: no look at signals on return
         if _is_counted(frame, self._files) and not self._skips():
-            parent = frame.f_back
-            if parent in self._after_call:
-                self._after_call[parent] = False  # what it called was Python: no look at signals on return
             frame.f_trace_lines, frame.f_trace_opcodes = False, True
             # A generator that is resumed looks at signals in its first instruction. One that is dropped unfinished runs
             # none: it ends by GeneratorExit, and what is raised there is swallowed. A coroutine that is resumed in an
