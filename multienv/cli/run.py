@@ -6,12 +6,10 @@ It needs no extra. The script runs in this process as ``__main__``, as by ``pyth
 
 from __future__ import annotations
 
-import ast
 import atexit
 import builtins
 import importlib.util
 import json
-import logging
 import optparse
 import os
 import re
@@ -28,15 +26,12 @@ from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import UsageError
 from multienv.vector.replacing import ReplacedVectorEnvs, replace_vector_envs
 
-logger = logging.getLogger("multienv")
-
 _USAGE = "%prog [options] [--] train.py [arguments]\n       %prog [options] -m package.module [arguments]"
 _DESCRIPTION = (
     "Run a training script that nobody changed. Under the names that it imports stand classes of multienv, whose "
     "workers may die: gymnasium's AsyncVectorEnv, also by make_vec(..., 'async'), and Stable-Baselines3's "
     "SubprocVecEnv. At the end, one line on stderr says how many workers were lost, and how they were recovered."
 )
-_IN_WORKERS = "If the envs need it, do it where they are made: workers do not run the script."
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -73,8 +68,6 @@ def run_command(arguments: Sequence[str]) -> None:
     sys.argv[:] = rest
     try:
         main, code = (_module if options.is_module else _script)(rest[0])
-        for line in set_in_modules(Path(str(main.__file__))):
-            logger.warning("%s, line %d: this is done in this process alone. %s", main.__file__, line, _IN_WORKERS)
         sys.modules["__main__"] = main
         exec(code, vars(main))  # noqa: S102 - that is what this command is for
     except BaseException:
@@ -101,33 +94,6 @@ def _module(name: str) -> tuple[ModuleType, CodeType]:
         raise ImportError(f"No module named {name} that can be run")
     sys.argv[0] = str(spec.origin)
     return _main_of(code, __file__=spec.origin, __loader__=spec.loader, __spec__=spec, __package__=spec.parent), code
-
-
-def set_in_modules(file: Path) -> list[int]:
-    """Return the lines in which a script sets something in a module or a C library, outside functions and guards.
-
-    These are assignments to attributes of what it imports, calls of what it has loaded by ``ctypes``, and
-    ``numpy.seterr()``: under AsyncVectorEnv, the envs have all that.
-    """
-    try:
-        statements = ast.parse(file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # in an archive, or no Python
-        return []
-    imported, libraries, lines = set[str](), set[str](), []
-    for one in statements:
-        value = getattr(one, "value", None)
-        called = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
-        if isinstance(one, ast.Import | ast.ImportFrom):
-            imported |= {(name.asname or name.name).partition(".")[0] for name in one.names}
-        elif isinstance(one, ast.Assign):
-            targets = [ast.unparse(target) for target in one.targets]
-            if called.endswith(("CDLL", "LoadLibrary")):
-                libraries |= {*targets}
-            if any("." in target and target.partition(".")[0] in imported for target in targets):
-                lines.append(one.lineno)
-        elif isinstance(one, ast.Expr) and (called.partition(".")[0] in libraries or called.endswith(".seterr")):
-            lines.append(one.lineno)
-    return lines
 
 
 def _find_first(folder: str) -> None:

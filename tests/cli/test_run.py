@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import multienv
-from multienv.cli.run import run_command, set_in_modules
+from multienv.cli.run import run_command
 
 HEAD = """
 import os, signal, sys, threading
@@ -198,29 +198,3 @@ def test_wrong_arguments_are_told_in_a_line(
         run_command(arguments)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_what_a_script_does_to_modules_and_libraries_is_found(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        """import ctypes, os.path as path
-import numpy as np
-from somewhere import mymod
-LIB = ctypes.CDLL("sim.so")
-LIB.step.restype = ctypes.c_double
-mymod.G = 9.81                 # 6
-np.seterr(all="raise")         # 7
-LIB.init(9.81)                 # 8
-x = np.zeros(3)
-x[0] = LIB.step
-print(x)
-class Env:
-    mymod.H = 1
-def make():
-    mymod.G = 1
-if __name__ == "__main__":
-    mymod.G = 2
-"""
-    )
-    assert set_in_modules(script) == [6, 7, 8]
-    assert set_in_modules(tmp_path / "absent.py") == []

@@ -1,7 +1,8 @@
 """Scripts as users write them: each has something at its top that an env of the script uses.
 
 ``BY_VALUE``: all of it travels to a worker, from anywhere: a file without a main guard, standard input, a notebook.
-``BY_NAME``: some of it cannot; the worker imports the script, which is a file with a main guard.
+``BY_NAME``: some of it cannot, or it sets something in a module or a library; the worker imports the script, which is a
+file with a main guard.
 
 A script defines ``Env``, or ``make``, which builds one; ``value(action)`` is what it observes, ``info()`` its info. The
 names that they use are imported by ``HEAD``.
@@ -16,6 +17,9 @@ double sim_next(double x, double a) { return 0.5 * x + a; }
 void sim_step(double *x, int n, double a) { for (int i = 0; i < n; i++) x[i] += a * (i + 1); }
 int sim_move(State *s, double a) { s->v += a; s->x += s->v; s->n++; return s->n; }
 double sim_call(double (*f)(double), double x) { return f(x); }
+static double gravity = 1;
+void sim_init(double g) { gravity = g; }
+double sim_gravity(void) { return gravity; }
 State *sim_new(void) { return calloc(1, sizeof(State)); }
 """
 HEAD = """
@@ -343,6 +347,29 @@ def make(): return gymnasium.wrappers.TimeLimit(Scale(Env()), 5)
 }
 
 BY_NAME = {
+    "settings of modules": """
+import small_env
+small_env.gravity = 9.81
+with open(os.devnull) as file:
+    small_env.SmallEnv.mass = 3
+np.seterr(all="raise")
+class Env(SmallEnv):
+    def value(self, a):
+        try:
+            return small_env.gravity * self.mass / (np.float64(a) - 1)
+        except FloatingPointError:
+            return small_env.gravity
+""",
+    "library with settings": """
+import ctypes
+LIB = ctypes.CDLL(os.path.abspath("sim.so"))
+LIB.sim_init.argtypes = [ctypes.c_double]
+LIB.sim_gravity.restype = ctypes.c_double
+LIB.sim_init(9.81)
+class Env(SmallEnv):
+    def value(self, a):
+        return a * LIB.sim_gravity()
+""",
     "callback for a library": """
 import ctypes
 LIB = ctypes.CDLL("./sim.so")

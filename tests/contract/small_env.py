@@ -12,6 +12,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+# Some scripts set them.
+gravity = 1.0
+
 
 class SmallEnv(gymnasium.Env[Any, Any]):
     """Observes what ``value()`` returns for an action."""
@@ -19,6 +22,7 @@ class SmallEnv(gymnasium.Env[Any, Any]):
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
     action_space = gymnasium.spaces.Discrete(3)
     x = 0.0
+    mass = 1.0
 
     def value(self, a: int) -> float:
         return float(a)

@@ -75,6 +75,8 @@ def test_script_without_file_and_guard_runs(name: str, folder: Path) -> None:
 
 # Each shows something else; the others are more kinds of what cannot travel.
 SOME_BY_NAME = (
+    "settings of modules",
+    "library with settings",
     "classes of two worlds",
     "lambda that uses a lock, and what is defined below the guard",
     "registered class that cannot travel",
@@ -89,6 +91,18 @@ SOME_BY_NAME = (
 def test_script_with_what_cannot_travel_runs_if_it_has_a_guard(name: str, folder: Path) -> None:
     shown, expected = shown_with_guard(folder, name)
     assert shown == expected
+
+
+def test_script_whose_settings_workers_do_not_have_is_told_of_once(folder: Path) -> None:
+    """Envs that are made above the guard would be made in each worker, too, if it imported the script."""
+    body = BY_NAME["settings of modules"]
+    done = run(section("here", body) + section("again", "") + f"{GUARD}pass\n", folder)
+    assert done.returncode == 0, done.stderr
+    lines = (HEAD + body).splitlines()
+    for line in ("small_env.gravity = 9.81", "    small_env.SmallEnv.mass = 3", 'np.seterr(all="raise")'):
+        told = f"the_script.py, line {lines.index(line) + 1}: this sets something in this process alone."
+        assert done.stderr.count(told) == 1, done.stderr
+    assert done.stderr.count("this sets something") == 3
 
 
 @pytest.mark.ci
@@ -109,4 +123,10 @@ def test_whatever_runs_under_async_vector_env_runs_here(folder: Path) -> None:
             ours = shown_together(folder, GUARD, "file")[name] if name in BY_VALUE else shown_with_guard(folder, name)
             assert ours == (shown, expected), name
             runs.append(name)
-    assert {"caches", "type hints of what does not travel", "registered class that cannot travel"} <= set(runs)
+    assert {
+        "settings of modules",
+        "library with settings",
+        "caches",
+        "type hints of what does not travel",
+        "registered class that cannot travel",
+    } <= set(runs)

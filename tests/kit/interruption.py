@@ -127,7 +127,7 @@ class Interruption:
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
         parent = frame.f_back
         if parent in self._after_call:
-            self._after_call[parent] = False  # what it called was Python, of whatever file: no look at signals on return
+            self._after_call[parent] = False  # what it called was Python, of any file: no look at signals on return
         if _is_counted(frame, self._files) and not self._skips():
             frame.f_trace_lines, frame.f_trace_opcodes = False, True
             # A generator that is resumed looks at signals in its first instruction. One that is dropped unfinished runs

@@ -1786,10 +1786,26 @@ MUTANTS = [
     Mutant(
         "What is sent to a worker that imports the script is of classes that it has not.",
         2,
-        "pickling:pickled_env_fns",
+        "pickling:_by_name",
         "workers_import_main()",
         "",
         MAIN_SCRIPT,
+    ),
+    Mutant(
+        "What the main script sets in a module is not set in a worker, in silence.",
+        2,
+        "pickling:pickled_env_fns",
+        "lines = found_in(file)",
+        "lines = ()",
+        SCRIPTS,
+    ),
+    Mutant(
+        "A worker imports a script that makes its envs above the main guard.",
+        9,
+        "main_lines:is_below_guard",
+        "any(frame.f_lineno in lines for lines in guarded)",
+        "bool(guarded)",
+        SCRIPTS,
     ),
     Mutant(
         "A registered class that cannot be pickled is unknown in a worker.",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import pickle
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
+from multienv._engine.building.main_lines import found_in, is_below_guard
 from multienv._engine.building.unpicklable import culprit_in
 from multienv._engine.wire.messages import workers_import_main
 from multienv._engine.wire.reducers import LruCache, PickledCall, Pickler
@@ -26,6 +29,8 @@ from multienv._engine.worker.main_module import (
     registered_in_main,
 )
 from multienv.errors import UsageError
+
+logger = logging.getLogger("multienv")
 
 _BufferCallback = Callable[[pickle.PickleBuffer], bool]
 _Pickled = tuple[bytes, list[memoryview]]
@@ -85,8 +90,8 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
     """Pickle the functions that build envs, with what they need of the main script.
 
     Unpickled, it is the tuple; ``__main__`` then has the functions and classes of the main script that travelled with
-    it, and entry points of registered envs if they can be pickled. If that is impossible, the worker
-    imports the script.
+    it, and entry points of registered envs if they can be pickled. If that is impossible, or if the script sets
+    something in a module or a C library at its top, the worker imports the script.
 
     Args:
         env_fns: The functions.
@@ -98,6 +103,14 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
     Raises:
         UsageError: A function cannot be pickled, and there is no script to import.
     """
+    file = str(getattr(sys.modules.get("__main__"), "__file__", None))
+    lines = found_in(file)
+    if lines and is_below_guard(file):
+        told = f"{file}, line {lines[0]}: this sets something in a module or a library, and the envs may need it."
+        with contextlib.suppress(Exception):
+            return _by_name(env_fns, told, least)
+    for line in lines:
+        _tell(file, line)
     registered, failure = registered_in_main(), None
     for names in (registered, {}) if registered else ({},):
         try:
@@ -105,14 +118,28 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
         except Exception as error:  # pickling runs code of the user
             failure = error
     told = culprit_in(env_fns)
-    script = main_script()
-    if can_be_imported(script):
-        imported = PickledCall(import_script, told, script)
+    if can_be_imported(main_script()):
         with contextlib.suppress(Exception):
-            data = _dumped(PickledCall(itemgetter(1), (imported, env_fns)), least, partial(_ByName, tried={}))
-            workers_import_main()
-            return data
+            return _by_name(env_fns, told, least)
     raise UsageError(f"{told} {REMEDY.capitalize()}") from failure
+
+
+@cache
+def _tell(file: str, line: int) -> None:
+    """Log that workers do not run a line of the main script; once."""
+    logger.warning(
+        "%s, line %d: this sets something in this process alone. If the envs need it, do it where they are made, or "
+        "make the envs below `if __name__ == '__main__':`; then the workers import the script.",
+        file,
+        line,
+    )
+
+
+def _by_name(env_fns: tuple[Any, ...], told: str, least: int | None) -> _Pickled:
+    imported = PickledCall(import_script, told, main_script())
+    data = _dumped(PickledCall(itemgetter(1), (imported, env_fns)), least, partial(_ByName, tried={}))
+    workers_import_main()
+    return data
 
 
 def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | None) -> _Pickled:
