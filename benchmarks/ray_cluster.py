@@ -13,9 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from multienv._engine.cluster.cluster import import_ray
 from multienv.testing.killer import send
-from multienv.testing.processes import descendants
 
 # Of Ray: a killed node is declared dead after some 3 s, instead of 15; less, and a busy machine loses living nodes. And
 # actors run at nice 15 otherwise, with all that they start.
@@ -101,7 +102,7 @@ class RayCluster:
         node = self._nodes.pop(dice.randrange(len(self._nodes)))
         own = {info.process.pid for infos in node.all_processes.values() for info in infos}
         for number in (signal.SIGSTOP, signal.SIGKILL):  # none is to hear of the death of another one
-            for pid in own.union(*map(descendants, own)):
+            for pid in own.union(*map(_descendants, own)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
         self._cluster.remove_node(node, allow_graceful=False)  # reaps them
@@ -109,7 +110,7 @@ class RayCluster:
 
     def kill_host(self, dice: random.Random) -> bool:
         """Kill the process of one of the hosts; return whether there was one."""
-        hosts = [pid for pid in descendants(os.getpid()) if _command(pid).startswith("ray::HostActor")]
+        hosts = [pid for pid in _descendants(os.getpid()) if _command(pid).startswith("ray::HostActor")]
         return bool(hosts) and send(dice.choice(hosts), "SIGKILL")
 
     def close(self) -> None:
@@ -141,6 +142,13 @@ class RayCluster:
         """Have Ray print on stdout that a process was killed, or not: here that is what was meant."""
         worker: Any = importlib.import_module("ray._private.worker")
         worker._worker_logs_enabled = wanted
+
+
+def _descendants(pid: int) -> set[int]:
+    """Return the processes that a process and its children have started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return {one.pid for one in psutil.Process(pid).children(recursive=True)}
+    return set()
 
 
 def _command(pid: int) -> str:

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import psutil
 
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, create_subprocess_envs
 from multienv._engine.recovery.policy import ForkingPolicy
-from multienv.testing.processes import descendants
 
 
 def private_bytes(pid: int) -> int:
     """Memory that the process shares with nobody."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Return the processes that a process and its children have started."""
+    return [one.pid for one in psutil.Process(pid).children(recursive=True)]
 
 
 def batch(env_id: str, num_envs: int, policy: RestartPolicy) -> MultiEnv:
@@ -61,7 +66,7 @@ def measure(env_id: str, num_envs: int, rounds: int, repeats: int) -> None:
     snapshots = statistics.median(one / other for one, other in zip(on, without, strict=True))
     recovery = statistics.median(one / other for one, other in zip(on, off, strict=True))
     workers = [one.pid or 0 for one in batches[0].statistics() if one]
-    frozen = [pid for worker in workers for pid in descendants(worker)]
+    frozen = [pid for worker in workers for pid in descendants_of(worker)]
     taken = sum(one.snapshots for one in batches[0].statistics() if one)
     print(
         f"{num_envs} × {env_id:18} {statistics.median(on):9,.0f} steps/s   {snapshots:5.3f} × without snapshots   "
