@@ -152,6 +152,7 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
     assert "node 0" in events[0].detail
 
 
+@pytest.mark.ci
 def test_host_without_a_sign_of_life_is_lost_long_before_one_that_only_owes_an_answer(clusters: Clusters) -> None:
     """A call may be long under way because much is carried: silence alone says little."""
     waited = {}

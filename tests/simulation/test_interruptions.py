@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from multienv._engine.native import native
 from simulation.programs import Case, Run
 from simulation.schedules import bases, name_of
 from simulation.simulation import Fault
@@ -31,7 +32,7 @@ def check_each_place(base: Case, first: int, stride: int) -> None:
     assert place > 1000, "nothing was interrupted"
 
 
-@pytest.mark.parametrize("stride", [1613, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [3229, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("base", "losses"),
     [
@@ -41,8 +42,8 @@ def check_each_place(base: Case, first: int, stride: int) -> None:
     ],
 )
 def test_interrupted_call_loses_no_transition(base: Case, losses: str, stride: int) -> None:
-    """By default at some places; those with and without losses are not the same."""
-    first = BASES.index(base) * 7 + list(FAULTS).index(losses) * 403
+    """By default at some places; those with and without losses are not the same, nor those without the extension."""
+    first = BASES.index(base) * 7 + list(FAULTS).index(losses) * 403 + (1613 if native is None else 0)
     check_each_place(replace(base, faults=FAULTS[losses]), first % stride, stride)
 
 
@@ -51,7 +52,7 @@ def test_interrupted_reset_of_some_envs_is_replayed_as_it_was(policy: str) -> No
     """What is laid over the rows of a reply is no part of the record, wherever the call is left."""
     ops = (("reset", 7), *(("step", number) for number in range(9)))
     last = Fault(0, "request", Run(Case("DISABLED", policy, ops)).play().events[0, "request"], "executed")
-    check_each_place(Case("DISABLED", policy, ops, (last,)), first=3, stride=149)
+    check_each_place(Case("DISABLED", policy, ops, (last,)), first=3, stride=401)
 
 
 @pytest.mark.parametrize("policy", ["journal", "starts"])
@@ -59,4 +60,4 @@ def test_interrupted_steps_of_some_envs_are_replayed_as_they_were(policy: str) -
     """The same for envs at their own pace, where the rows of those that are left alone are laid over."""
     ops = (("reset", 7), *(("some", number) for number in range(7)))
     last = Fault(0, "request", Run(Case("NEXT_STEP", policy, ops)).play().events[0, "request"], "executed")
-    check_each_place(Case("NEXT_STEP", policy, ops, (last,)), first=3, stride=173)
+    check_each_place(Case("NEXT_STEP", policy, ops, (last,)), first=3, stride=409)

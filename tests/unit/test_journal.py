@@ -310,7 +310,7 @@ class Model(RuleBasedStateMachine):
 
 TestJournal = Model.TestCase
 TestJournal.settings = settings(
-    max_examples=400,
+    max_examples=200,
     stateful_step_count=25,
     print_blob=False,
     deadline=None,
