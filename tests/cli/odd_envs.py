@@ -133,8 +133,9 @@ class Doomed(Counted):
         hangs: bool = False,
         fork_seconds: float = 0.0,
         step_seconds: float = 0.0,
+        **counter: Any,
     ) -> None:
-        super().__init__(directory)
+        super().__init__(directory, **counter)
         if fork_seconds:
             os.register_at_fork(before=functools.partial(time.sleep, fork_seconds))
         self.times, self.hangs, self.step_seconds = times, hangs, step_seconds
