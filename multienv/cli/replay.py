@@ -188,9 +188,6 @@ def _list(console: Console, directory: Path | None, last: int, *, as_json: bool)
         at_width: dict[str, Any] = {"soft_wrap": False, "no_wrap": True, "overflow": "ellipsis"}
         for one in found:
             console.print(report_line(one, Path(one["report"]).name), **at_width if console.is_terminal else {})
-    for path in paths:
-        if not path.is_file():  # a FIFO, or a link to a device: see reports.read
-            console.print(f"Not read: {path.name} is not a regular file.")
 
 
 def _replay(

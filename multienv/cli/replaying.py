@@ -81,11 +81,9 @@ class Rerun:
     ) -> None:
         self.was_building = report.loss.command == "initialize"
         self._report, self._verbatim = report, report.build.verbatim
-        allowed = None if report.deadline is None else 2 * report.deadline + 1
-        self.seconds = step_deadline or min(allowed or _MOST, _MOST)
-        self.hang_seconds = _BUILD if self.was_building else self.seconds
-        if report.loss.cause == "hung" and (self.was_building or step_deadline is None):
-            self.hang_seconds = allowed or self.hang_seconds
+        known = None if report.deadline is None else 2 * report.deadline + 1
+        self.seconds = step_deadline or min(known or _MOST, _MOST)
+        self.hang_seconds = (known or _BUILD) if self.was_building else step_deadline or known or _MOST
         self._fatal = next(split_entries(report.pending, report.end), None)
         self.is_short = short and len(report.replays) > 1
         # The host has a snapshot taken between two requests: that is when the next one gets its time.
