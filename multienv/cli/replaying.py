@@ -27,6 +27,9 @@ from multienv._engine.wire.segment import Segment
 from multienv._engine.worker.host import Host
 from multienv.errors import UsageError
 
+# Seconds that a request before the fatal one has at most by default, and those that a build has.
+_MOST, _BUILD = 30.0, 120.0
+
 
 class EnvRaised(Exception):  # noqa: N818 - it is not an error of the command
     """Raised when the env raised, while it was built or in the fatal request. ``failure`` has the details."""
@@ -34,11 +37,6 @@ class EnvRaised(Exception):  # noqa: N818 - it is not an error of the command
     def __init__(self, text: str, failure: Failure) -> None:
         super().__init__(text)
         self.failure = failure
-
-
-# Seconds that a request before the fatal one has at most by default, and those that a build has.
-_MOST = 30.0
-_BUILD = 120.0
 
 
 @contextlib.contextmanager
