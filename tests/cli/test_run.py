@@ -207,7 +207,7 @@ def test_process_that_the_script_forks_ends_by_sigterm_in_c_code_too_and_tells_n
 import ctypes, time
 child = os.fork()
 if not child:
-    ctypes.PyDLL(None).sleep(60)  # holds the GIL, and no handler in Python can be called
+    ctypes.PyDLL(None).sleep(600)  # holds the GIL, and no handler in Python can be called
 time.sleep(0.5)
 os.kill(child, signal.SIGTERM)
 print(os.waitpid(child, 0)[1])
