@@ -204,13 +204,23 @@ time.sleep(60)
 
 def test_process_that_the_script_forks_ends_by_sigterm_in_c_code_too_and_tells_nothing(tmp_path: Path) -> None:
     script = f"""{HEAD}
-import ctypes, time
+import time
+from kit import Fault, FaultyEnv
+env = FaultyEnv(fault=Fault("hang_c", "step"))
+env.reset(seed=0)
 child = os.fork()
 if not child:
-    ctypes.PyDLL(None).sleep(600)  # holds the GIL, and no handler in Python can be called
+    env.step(0)
 time.sleep(0.5)
 os.kill(child, signal.SIGTERM)
-print(os.waitpid(child, 0)[1])
+for _ in range(100):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, signal.SIGKILL)
+print(status)
 """
     (tmp_path / "train.py").write_text(script)
     code, stdout, stderr = ran("train.py", cwd=tmp_path)
