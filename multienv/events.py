@@ -43,8 +43,8 @@ class Loss:
     seed: int | None
     pid: int | None
     exit_code: int | None = None
-    stack: str = ""
-    stderr: str = ""
+    stack: str = field(default="", repr=False)
+    stderr: str = field(default="", repr=False)
     deadline: float | None = None
     detail: str = ""
     idle: bool = False

@@ -32,6 +32,10 @@ def bench(
     num_envs: NumEnvsOption = 8,
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of each turn.")] = 0.25,
     repeats: Annotated[int, typer.Option(min=1, help="Number of turns per contender.")] = 7,
+    step_deadline: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Seconds after which a step counts as hung. Default: by the times of the first."),
+    ] = None,
     env_kwargs: KwargsOption = "{}",
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -51,9 +55,10 @@ def bench(
     """
     load = os.getloadavg()[0]
     with at_work("building ...", as_json=as_json, verbose=verbose) as work:
-        found = working_env(env, env_kwargs)
+        found, walk = working_env(env, env_kwargs, step_deadline or 10.0)
+        options: Any = {"step_deadline": step_deadline, "seconds": seconds, "repeats": repeats, "say": work.update}
         try:
-            result = measure(found.env_fn, num_envs, seconds=seconds, repeats=repeats, say=work.update)
+            result = measure(found.env_fn, num_envs, walk, **options)
         except UsageError as error:
             raise UsageError(f"{env} cannot be measured: {error}. For details, run `multienv doctor {env}`.") from error
     best = result.recommended

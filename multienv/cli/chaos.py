@@ -68,7 +68,7 @@ def chaos(
             work.update(f"{len(recoveries)} workers lost, {kills} signals in all ...")
 
     with at_work("building ...", as_json=as_json, verbose=verbose) as work:
-        found = working_env(env, env_kwargs)
+        found, _ = working_env(env, env_kwargs)
         try:
             result = check_env_recovers(
                 found.env_fn,

@@ -79,8 +79,10 @@ _NOISE = 256 * 2**10
 _MOST_LOSSES = 4
 # A check that the env itself spoils is tried once more, but not when the examination has taken so many seconds.
 _SECOND_TRIES_UNTIL = 120.0
-# Recommended deadlines: a multiple of the slowest step or reset, and the least value in seconds.
+# Recommended deadlines: a multiple of the slowest step or reset, and the least value in seconds. The look is short, so
+# that an env that has not hung may take much longer later.
 _TIMES_THE_SLOWEST, _LEAST_DEADLINE = 10.0, 1.0
+_TIMES_IF_CALM, _LEAST_IF_CALM = 100.0, 10.0
 # Recommended max_rss: a multiple of a worker's memory, rounded up to a unit, and a least value; both in MiB.
 _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 # About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
@@ -241,16 +243,14 @@ class Patient:
         return walk.differs_at(self.first, observations=not self.noticed.incomparable)
 
     @contextlib.contextmanager
-    def worker(
-        self, *, env_fn: EnvFn | None = None, step_deadline: float | None = None, **options: Any
-    ) -> Iterator[SubprocessEnv]:
+    def worker(self, *, env_fn: EnvFn | None = None, **options: Any) -> Iterator[SubprocessEnv]:
         """Start a worker with the env (or another one), and close it in the end. By default a loss raises.
 
         All workers begin with the same states of ``random`` and ``numpy.random``. If the env has hung, the recommended
         deadlines apply: otherwise each further hang would take 10 s.
         """
         most = self.reset_deadline
-        step, reset = step_deadline or self.step_deadline, most
+        step, reset = self.step_deadline, most
         if self.hung and self.first.steps:
             step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
         deadlines = Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
@@ -889,10 +889,13 @@ def _pid(env: SubprocessEnv) -> int:
 
 def options_for(patient: Patient) -> str:
     """Return the recommended options for this env, as Python."""
-    options = []
-    if patient.hung and not patient.is_busy:
-        step, reset = _deadline(patient.first.slowest_step), _deadline(patient.first.slowest_reset)
-        options = [f"deadlines=Deadlines(step={step:.1f}, reset={reset:.1f})"]
+    slowest = patient.first.slowest_step
+    deadlines = f"step={max(_LEAST_IF_CALM, math.ceil(_TIMES_IF_CALM * slowest)):.1f}"
+    if patient.is_busy:
+        deadlines = 'step="auto"'
+    elif patient.hung:
+        deadlines = f"step={_deadline(slowest):.1f}, reset={_deadline(patient.first.slowest_reset):.1f}"
+    options = [f"deadlines=Deadlines({deadlines})"]
     if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":
         options.append("envs_per_worker=1")
     restart = []

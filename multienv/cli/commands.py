@@ -1,9 +1,8 @@
-"""The subcommands of ``multienv``. Each is a module with the same name; this module joins them."""
+"""The subcommands of ``multienv`` that need an extra. Each is a module with the same name; this module joins them."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 try:
     import psutil  # noqa: F401 - imported here so that one line can say what to install
@@ -15,37 +14,10 @@ except ImportError as missing:
         "`multienv run --help`."
     )
 
-from multienv import __version__
 from multienv.cli import bench, chaos, doctor, replay, top
 from multienv.cli.options import refusing
-from multienv.cli.run import run_command
 
-app = typer.Typer(name="multienv", add_completion=False, no_args_is_help=True)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    """Run gymnasium environments in processes that may die at any moment."""
-
-
-@app.command(
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
-)
-def run(context: typer.Context) -> None:
-    """Run a training script that nobody changed, in workers that may die: `multienv run train.py`."""
-    run_command(context.args)
-
+app = typer.Typer(name="multienv", add_completion=False)
 
 for command in (doctor.doctor, chaos.chaos, bench.bench, replay.replay, top.top):
     app.command()(refusing(command))

@@ -1,7 +1,7 @@
 """Measure how fast a batch of an env steps in several layouts, and in gymnasium's own, in turn, next to the limit.
 
-The env may crash by chance. A SubprocessVectorEnv recovers. Every other batch has a process of its own, which the env
-may end: then it is shown as dead.
+The env may crash or hang by chance. A SubprocessVectorEnv recovers. Every other batch has a process of its own, which
+the env may end: then it is shown as dead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import gymnasium
@@ -26,7 +26,7 @@ from multienv._engine.building.building import EnvFn
 from multienv._engine.cores import busy_cores, cores
 from multienv._engine.reports.texts import exit_text
 from multienv._engine.threads import close_at_once
-from multienv.cli.walking import RAISE
+from multienv.cli.walking import RAISE, Walk
 from multienv.config import Deadlines
 from multienv.errors import UsageError, WorkerHungError, WorkerLostError, first_line
 from multienv.vector.batching import deal
@@ -35,8 +35,8 @@ from multienv.vector.batching import deal
 _WARM_UP = 0.1
 # A layout other than "auto" is recommended only if it is faster than "auto" by this factor.
 WORTH_IT = 1.05
-# Options of a worker with a batch, or with an env that is stepped for the limit. A turn takes less than a minute.
-_IN_A_WORKER: dict[str, Any] = {"restart": RAISE, "deadlines": Deadlines(call=60.0), "reports": ""}
+# A step or a reset counts as hung after so many times the slowest that was seen, and not before so many seconds.
+_TIMES_THE_SLOWEST, _LEAST_DEADLINE = 10.0, 2.0
 # The limit of an env that crashes by chance: it is tried so often in a turn, each time for a quarter of the time.
 _TRIES = 6
 
@@ -109,7 +109,9 @@ class Bench:
 def measure(
     env_fn: EnvFn,
     num_envs: int,
+    walk: Walk,
     *,
+    step_deadline: float | None,
     seconds: float,
     repeats: int,
     say: Callable[[str], object] = lambda text: None,
@@ -119,6 +121,8 @@ def measure(
     Args:
         env_fn: Builds the env.
         num_envs: Number of envs.
+        walk: Of the env: by its slowest step and reset it is found after how many seconds one counts as hung.
+        step_deadline: The same for a step, if the user has given it.
         seconds: Length of each turn.
         repeats: Number of turns of each contender.
         say: Called with a text that says what is being done.
@@ -128,8 +132,17 @@ def measure(
     """
     dice = random.Random(0)
     with contextlib.ExitStack() as stack:
-        limit = Contender("limit", "each core steps an env and nothing else", partial(_build_limit, env_fn, stack))
-        bench = Bench(limit, list(_contenders(env_fn, num_envs, stack)))
+        found = _TIMES_THE_SLOWEST * max(walk.slowest_step, walk.slowest_reset)
+        step = step_deadline or max(_LEAST_DEADLINE, found)
+        reset = max(step, found)
+        # A call takes the time of a turn, and may reset and step all envs before and after that.
+        call = max(_WARM_UP, seconds) + reset * max(1.0, num_envs / _TIMES_THE_SLOWEST)
+        worker = {"restart": RAISE, "deadlines": Deadlines(call=call), "reports": ""}
+        build_limit = partial(_build_limit, env_fn, stack, worker)
+        limit = Contender("limit", "each core steps an env and nothing else", build_limit)
+        deadlines = Deadlines(step=step, reset=reset, recovery=2 * reset)
+        layout = partial(SubprocessVectorEnv, deadlines=deadlines, reports="")
+        bench = Bench(limit, list(_contenders([env_fn] * num_envs, stack, layout, worker)))
         turns = [bench.limit, *bench.contenders]
         for one in turns:
             say(f"building {one.name} ...")
@@ -145,25 +158,26 @@ def measure(
     return bench
 
 
-def _contenders(env_fn: EnvFn, num_envs: int, stack: contextlib.ExitStack) -> Iterator[Contender]:
+def _contenders(
+    env_fns: list[EnvFn], stack: contextlib.ExitStack, layout: Callable[..., Any], worker: dict[str, Any]
+) -> Iterator[Contender]:
     """Yield layouts with different numbers of workers, ``"auto"`` first, and then gymnasium's vector envs.
 
-    They are closed with the stack.
+    They are closed with the stack. ``worker`` has the options of a worker with a batch.
     """
-    env_fns, seen = [env_fn] * num_envs, set()
+    num_envs, seen = len(env_fns), set()
     for each in ("auto", 1, max(1, -(-num_envs // (2 * busy_cores()))), num_envs):
         sizes = tuple(deal(num_envs, each, busy_cores()))
         if sizes not in seen:
             seen.add(sizes)
             options = "" if each == "auto" else f"envs_per_worker={each}"
-            layout = partial(SubprocessVectorEnv, env_fns, envs_per_worker=each, reports="")
-            build = partial(_build, layout, num_envs, stack)
+            build = partial(_build, partial(layout, env_fns, envs_per_worker=each), num_envs, stack)
             yield Contender("multienv", f"SubprocessVectorEnv(env_fns{options and ', '}{options})", build, options)
     kinds: tuple[Any, ...] = SerialVectorEnv, SyncVectorEnv, AsyncVectorEnv
     for kind in kinds:
         batch = partial(BatchInWorker, partial(kind, env_fns), num_envs)
         # The libraries of the env have as many threads as they would have in a program of the user.
-        make = partial(SubprocessEnv, batch, native_threads=None, **_IN_A_WORKER)
+        make = partial(SubprocessEnv, batch, native_threads=None, **worker)
         package = "multienv" if kind is SerialVectorEnv else "gymnasium"
         build, is_local = partial(_build_in_worker, make, stack), kind is not AsyncVectorEnv
         yield Contender(package, f"{kind.__name__}(env_fns)", build, is_local=is_local)
@@ -211,7 +225,12 @@ class BatchInWorker(gymnasium.Env[Any, Any]):
         warnings.simplefilter("ignore")  # Contender.died has the reason if a library fails
         self._batch = make()
         self.observation_space, self.action_space = self._batch.observation_space, self._batch.action_space
-        self.step_for = _stepper(self._batch, num_envs)
+        self._num_envs = num_envs
+
+    @cached_property
+    def step_for(self) -> Callable[[float], float]:
+        """Return the function that steps it, see :func:`_stepper`: made by the first call, which has a deadline."""
+        return _stepper(self._batch, self._num_envs)
 
     def close(self) -> None:
         """Close the batch and its envs. If it waits for a dead process, Deadlines.close ends that."""
@@ -229,14 +248,14 @@ class BoundEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env_fn: EnvFn, core: int) -> None:
         super().__init__(env_fn())
         self._core = core
-        self.env.reset(seed=0)
         self.env.action_space.seed(0)
         self._actions = [self.env.action_space.sample() for _ in range(64)]
 
     def step_for(self, seconds: float) -> float:
-        """Step for this time, and begin a new episode when one ends. Return steps per second."""
+        """Reset, step for this time, and begin a new episode when one ends. Return steps per second."""
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {self._core})
+        self.env.reset()
         env, steps, began = self.env, 0, time.perf_counter()
         while (spent := time.perf_counter() - began) < seconds:
             _, _, terminated, truncated, _ = env.step(self._actions[steps % 64])
@@ -246,16 +265,18 @@ class BoundEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         return steps / spent
 
 
-def _build_limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Callable[[float], float]:
+def _build_limit(env_fn: EnvFn, stack: contextlib.ExitStack, options: dict[str, Any]) -> Callable[[float], float]:
     """Build an env for each core. Return a function that steps all of them at the same time."""
     steppers = [partial(BoundEnv, env_fn, core) for core in cores()]
-    workers = create_subprocess_envs(steppers, **_IN_A_WORKER)
+    workers = create_subprocess_envs(steppers, **options)
     stack.callback(close_at_once, [worker.close for worker in workers])
+    part = 1.0  # of the time of a turn; kept for the next one, because a hang takes long
 
     def step_for(seconds: float) -> float:
+        nonlocal part
         for _ in range(_TRIES):
             for worker in workers:
-                worker.call_async("step_for", seconds)
+                worker.call_async("step_for", part * seconds)
             rates: list[float] = []
             for worker in workers:
                 try:
@@ -264,7 +285,7 @@ def _build_limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Callable[[float]
                     lost = error
             if len(rates) == len(workers):
                 return sum(rates)
-            seconds /= 4
+            part /= 4
         raise lost
 
     return step_for

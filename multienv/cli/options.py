@@ -22,6 +22,7 @@ from rich.text import Text
 from multienv.cli.checks import FEW, STEPS, TRIES, Patient, undisturbed
 from multienv.cli.env_functions import NamedEnv, arguments_advice, named
 from multienv.cli.texts import visible
+from multienv.cli.walking import Walk
 from multienv.errors import MultienvError, UsageError, first_line
 
 EnvArgument = Annotated[
@@ -72,15 +73,16 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
     return arguments
 
 
-def working_env(env: str, env_kwargs: str) -> NamedEnv:
-    """Return the function that builds the env. Raises UsageError if the env does not run in a process."""
+def working_env(env: str, env_kwargs: str, step_deadline: float = 10.0) -> tuple[NamedEnv, Walk]:
+    """Return the function that builds the env, and a walk in a process. Raises UsageError if there is none."""
     found = named(env, **arguments_of(env_kwargs))
+    patient = Patient(env, found.env_fn, step_deadline, 60.0)
     try:
-        undisturbed(Patient(env, found.env_fn, 30.0, 60.0), STEPS, tries=TRIES, least=FEW, seconds=1.0)
+        walk = undisturbed(patient, STEPS, tries=TRIES, least=FEW, seconds=1.0)
     except MultienvError as error:
         advice = arguments_advice(found.env_fn, str(error)) or f"For details, run `multienv doctor {env}`."
         raise UsageError(f"{env} does not work: {first_line(error)} {advice}") from error
-    return found
+    return found, walk
 
 
 class Work:

@@ -50,6 +50,10 @@ def replay(
     here: Annotated[
         bool, typer.Option("--here", help="Run in this process, which a fault then ends: for gdb and the like.")
     ] = False,
+    step_deadline: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Seconds after which a step counts as hung. Default: by the report, at most 30."),
+    ] = None,
     last: Annotated[int, typer.Option(min=1, help="Without an argument: how many of the newest reports to list.")] = 10,
     reports: ReportsOption = None,
     as_json: Annotated[
@@ -60,9 +64,9 @@ def replay(
 
     Without an argument: list the last ten crash reports, the newest last.
 
-    Each answer on the way is compared with the recorded one. If the env crashes by chance before the fatal request, the
-    replay is tried again, five times in all. Modules of --env are also found in the current directory. A report is a
-    pickle: only replay reports that you trust.
+    Each answer on the way is compared with the recorded one. If the env crashes or hangs by chance before the fatal
+    request, the replay is tried again, five times in all, then from a later reset if the report knows one. Modules of
+    --env are also found in the current directory. A report is a pickle: only replay reports that you trust.
 
     Exit code 0: the fault did not happen again; 1: it happened again: the env raised, hung or ended its process;
     2: the report cannot be replayed; 3: a fault has struck by chance in each try.
@@ -83,11 +87,11 @@ def replay(
     arguments = None if env_kwargs is None else arguments_of(env_kwargs)
     if debug or here:
         try:
-            code = _run(as_json, path, env, arguments, debug=debug)
+            code = _run(as_json, path, env, arguments, step_deadline, debug=debug)
         except BdbQuit:
             raise typer.Abort from None
     else:
-        code = _run_elsewhere(as_json, path, env, arguments)
+        code = _run_elsewhere(as_json, path, env, arguments, step_deadline)
     raise typer.Exit(code)
 
 
@@ -97,11 +101,11 @@ def _say(as_json: bool, text: str, **facts: Any) -> None:
     sys.stdout.flush()
 
 
-def _run(as_json: bool, path: Path, env: str | None, arguments: dict[str, Any] | None, **options: Any) -> int:
+def _run(as_json: bool, path: Path, *arguments: Any, **options: Any) -> int:
     """Run the report again in this process. Return the exit code. See :func:`_replay`."""
     say = partial(_say, as_json)
     try:
-        _replay(say, load(path), env, arguments, **options)
+        _replay(say, load(path), *arguments, **options)
     except EnvRaised as raised:
         text = f"{raised.failure.traceback.rstrip()}\nThe env raised: {str(raised).rstrip('.')}."
         say(text, raised=str(raised), traceback=raised.failure.traceback)
@@ -110,7 +114,7 @@ def _run(as_json: bool, path: Path, env: str | None, arguments: dict[str, Any] |
 
 
 def _run_and_tell(told: Connection, is_first: bool, *arguments: Any) -> None:
-    """Run the report again, in a process started for it. Tell that the fatal request is reached, and the exit code."""
+    """Run the report again, in a process started for it. Tell what :func:`_replay` has reached, and the exit code."""
     try:
         told.send(_run(*arguments, is_first=is_first, reached=told.send))
     except UsageError as error:
@@ -139,18 +143,19 @@ def _run_elsewhere(as_json: bool, *arguments: Any) -> int:
             process.join(5.0)
             process.kill()
             raise
-        message = None
+        heard = []
         while reader.poll():
-            message = reader.recv()
-        if isinstance(message, int):
-            return message
-        ended = message if message and process.exitcode == 1 else exit_text(process.exitcode)
-        if message:
+            heard.append(reader.recv())
+        if heard and isinstance(heard[-1], int):
+            return heard[-1]
+        ended = heard[0] if heard and process.exitcode == 1 else exit_text(process.exitcode)
+        if len(heard) > 1:
             say(f"The fault happened again: the process {ended}.", came_again=True, exit_code=process.exitcode)
             return 1
         text = f"A fault struck by chance, before the fatal request: the process {ended} (try {number} of {_TRIES})."
         say(text, by_chance=True, exit_code=process.exitcode)
-    say("Give --env with a calm version of the env: one without this fault.", came_again=None)
+    slow = " If it is only slow: a longer --step-deadline." if ended == "hung" else ""
+    say(f"Give --env with a calm version of the env: one without this fault.{slow}", came_again=None)
     return 3
 
 
@@ -183,9 +188,6 @@ def _list(console: Console, directory: Path | None, last: int, *, as_json: bool)
         at_width: dict[str, Any] = {"soft_wrap": False, "no_wrap": True, "overflow": "ellipsis"}
         for one in found:
             console.print(report_line(one, Path(one["report"]).name), **at_width if console.is_terminal else {})
-    for path in paths:
-        if not path.is_file():  # a FIFO, or a link to a device: see reports.read
-            console.print(f"Not read: {path.name} is not a regular file.")
 
 
 def _replay(
@@ -193,10 +195,11 @@ def _replay(
     report: Report,
     env: str | None,
     arguments: dict[str, Any] | None,
+    step_deadline: float | None,
     *,
     debug: bool = False,
     is_first: bool = True,
-    reached: Callable[[str], object] = lambda ended: None,
+    reached: Callable[[str | int], object] | None = None,
 ) -> None:
     """Run the report again, and report each event.
 
@@ -205,16 +208,23 @@ def _replay(
         report: The report.
         env: See :func:`replay`.
         arguments: Arguments for ``env``.
+        step_deadline: See :func:`replay`.
         debug: See :func:`replay`.
-        is_first: Say how the process was lost.
-        reached: Called before the fatal request, or the fatal build, with what exit code 1 means from now on.
+        is_first: Say how the process was lost, and run all that is known.
+        reached: In a process of its own: called at first, and before the fatal request or the fatal build, with what
+            its exit code 1 means; and with 0 when only the closing of the envs is left.
     """
+    quiet, reached = reached is not None, reached or (lambda what: None)
     what = what_happened(report.loss)
     if is_first:
         say(what, report=report.path, what=what)
-    run = Rerun(report, env_functions(report, env, arguments))
-    waiting, facts, ended = "", {}, "exited with code 1" if run.hang_seconds is None else "hung"
-    if run.hang_seconds is not None and (run.was_building or not debug):  # in the debugger nothing ends it
+    # Of an env that exits with code 1 itself, the two look the same.
+    ended = "exited with code 1" if report.loss.exit_code == 1 else "hung"
+    reached(ended)
+    env_fns = env_functions(report, env, arguments)
+    run = Rerun(report, env_fns, step_deadline, short=not is_first, quiet=quiet)
+    waiting, facts = "", {}
+    if report.loss.cause == "hung" and (run.was_building or not debug):  # in the debugger nothing ends it
         waiting = f"\nIf it hangs again, its stack is printed after {duration(run.hang_seconds)}, or at once by Ctrl-C."
         waiting += " Then this command ends."
         facts["hang_seconds"] = run.hang_seconds
@@ -226,9 +236,10 @@ def _replay(
         say("The fault did not happen again: the env was built.", came_again=False)
         return
     run.build()
-    if run.length and is_first:
-        text = f"Running the {counted(run.length, 'request')} that came before. If one hangs, that is chance:"
-        say(f"{text} interrupt this, and run it again.", before=run.length)
+    if run.length and (is_first or run.is_short):
+        which = "since a later reset" if run.is_short else "that came before"
+        text = f"Running the {counted(run.length, 'request')} {which}. One that takes {duration(run.seconds)} is ended."
+        say(text, before=run.length, deadline=run.seconds)
     with Console(stderr=True).status(f"running {counted(run.length, 'request')} ..."):
         differences = run.run()
     known = {"requests": run.length, "differences": differences}
@@ -250,4 +261,5 @@ def _replay(
     else:
         note = "The process was lost between two requests, so no request was fatal."
         say(note, came_again=False, note=note)
+    reached(0)
     run.close()

@@ -9,6 +9,7 @@ import pdb
 import pickle
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,9 @@ from multienv._engine.wire.segment import Segment
 from multienv._engine.worker.host import Host
 from multienv.errors import UsageError
 
+# Seconds that a request before the fatal one has at most by default, and those that a build has.
+_MOST, _BUILD = 30.0, 120.0
+
 
 class EnvRaised(Exception):  # noqa: N818 - it is not an error of the command
     """Raised when the env raised, while it was built or in the fatal request. ``failure`` has the details."""
@@ -36,17 +40,14 @@ class EnvRaised(Exception):  # noqa: N818 - it is not an error of the command
 
 
 @contextlib.contextmanager
-def _ended_after(seconds: float | None) -> Iterator[None]:
-    """Print the stack and end this process if the block takes so many seconds, or at Ctrl-C; ``None``: do neither.
+def _ended_after(seconds: float, file: int = 2) -> Iterator[None]:
+    """Print the stack to a file and end this process if the block takes so many seconds, or at Ctrl-C.
 
     Both also work in C code that holds the GIL and never returns.
     """
-    if seconds is None:
-        yield
-        return
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    faulthandler.register(signal.SIGINT, chain=True)
-    faulthandler.dump_traceback_later(seconds, exit=True)
+    faulthandler.register(signal.SIGINT, file, chain=True)
+    faulthandler.dump_traceback_later(seconds, file=file, exit=True)
     try:
         yield
     finally:
@@ -61,25 +62,37 @@ class Rerun:
     Args:
         report: The report.
         env_fns: The function that builds the env of each slot.
+        short: Begin at a later reset, if the report has a replay that does.
+        step_deadline: Seconds after which a request counts as hung; ``None``: found by the deadline in the report.
+        quiet: Print no stack if a request before the fatal one hangs.
 
     Attributes:
         was_building: The process was lost while the envs were built.
+        is_short: It begins at a later reset than the whole record.
         length: Number of requests before the fatal one.
-        hang_seconds: Seconds after which the fatal request counts as hung again; ``None``: the process did not hang.
+        seconds: Seconds after which one of these counts as hung.
+        hang_seconds: Seconds after which the fatal request, or the fatal build, counts as hung.
     """
 
-    def __init__(self, report: Report, env_fns: Sequence[EnvFn]) -> None:
+    def __init__(
+        self, report: Report, env_fns: Sequence[EnvFn], step_deadline: float | None, *, short: bool, quiet: bool
+    ) -> None:
         self.was_building = report.loss.command == "initialize"
         self._report, self._verbatim = report, report.build.verbatim
-        is_hung = report.loss.cause == "hung"
-        self.hang_seconds = None if not is_hung or report.deadline is None else 2 * report.deadline + 1
+        known = None if report.deadline is None else 2 * report.deadline + 1
+        self.seconds = step_deadline or min(known or _MOST, _MOST)
+        self.hang_seconds = (known or _BUILD) if self.was_building else step_deadline or known or _MOST
         self._fatal = next(split_entries(report.pending, report.end), None)
-        self._replay = report.replay or Replay(b"")
+        self.is_short = short and len(report.replays) > 1
+        # The host has a snapshot taken between two requests: that is when the next one gets its time.
+        self._replay = replace((report.replays or (Replay(b""),))[-1 if self.is_short else 0], every=1)
+        self._since, self._stacks = 0.0, os.open(os.devnull, os.O_WRONLY) if quiet else 2
         self.length = sum(1 for _ in split_entries(self._replay.entries, report.end))
         self._envs: list[Any] = []
         self._segment = Segment(-1)
         self._description: Description
-        self._host = Host(self._segment, env_fns=[partial(self._build_one, env_fn) for env_fn in env_fns])
+        builders = [partial(self._build_one, env_fn) for env_fn in env_fns]
+        self._host = Host(self._segment, env_fns=builders, on_keep=self._begin_request)
 
     def _build_one(self, env_fn: EnvFn) -> Any:
         env = env_fn()
@@ -97,7 +110,7 @@ class Rerun:
         """Build the envs, as a worker does. Raises :class:`EnvRaised`."""
         os.environ.update(worker_environment())
         build = replace(self._report.build, env_fns=b"", snapshots=-1, replacement=False)
-        with _ended_after(self.hang_seconds if self.was_building else None):
+        with _ended_after(self.hang_seconds if self.was_building else _BUILD):
             answer = self._ask(-1, build)
         if isinstance(answer, Failure):
             raise EnvRaised(f"env_fn raised {answer.type_name}: {answer.text}", answer)
@@ -112,11 +125,21 @@ class Rerun:
 
         The fault may happen again even if answers differ.
         """
-        answer = self._ask(-1, self._replay)
+        with _ended_after(self.seconds, self._stacks):
+            answer = self._ask(-1, self._replay)
         if isinstance(answer, Failure):
             return [answer.text]
-        found = differences(self._replay.entries, answer, self._segment.layout, verbatim=self._verbatim)
+        starts = {one.slot: one.entry for one in self._replay.starts if one.waits}
+        layout = self._segment.layout
+        found = differences(self._replay.entries, answer, layout, verbatim=self._verbatim, starts=starts)
         return [f"env {slot}: {what}" for slot, what in found.items()]
+
+    def _begin_request(self, *last: int) -> str:
+        """Give the next request its time. It may be a tenth less: a new timer takes as long as several quick steps."""
+        if time.monotonic() > self._since + self.seconds / 10:
+            self._since = time.monotonic()
+            faulthandler.dump_traceback_later(self.seconds, file=self._stacks, exit=True)
+        return ""
 
     # --- the fatal request ------------------------------------------------------------------------
 
@@ -166,4 +189,5 @@ class Rerun:
 
     def close(self) -> None:
         """Close the envs."""
-        self._host.close_envs()
+        with _ended_after(self.seconds):
+            self._host.close_envs()

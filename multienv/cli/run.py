@@ -13,12 +13,13 @@ import json
 import optparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
 from multienv._engine.worker.main_module import UnguardedModule
@@ -63,16 +64,40 @@ def run_command(arguments: Sequence[str]) -> None:
     file = Path(os.path.expandvars(options.summary)).absolute() if options.summary else None
     if file is not None and not file.parent.is_dir():
         parser.error(f"--summary {file}: there is no such folder")
+    hint = ["; see --serial and --single"]
+    tell = partial(_tell, replaced, file, os.getpid(), hint)
     # Registered before the script runs, so called after what the script registers, and after its threads have ended.
-    atexit.register(_tell, replaced, file, os.getpid())
+    atexit.register(tell)
+    _tell_at_sigterm(tell)
     sys.argv[:] = rest
     try:
         main, code = (_module if options.is_module else _script)(rest[0])
         sys.modules["__main__"] = main
         exec(code, vars(main))  # noqa: S102 - that is what this command is for
-    except BaseException:
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            hint.clear()
         sys.excepthook = partial(_show, sys.excepthook)
         raise
+
+
+def _tell_at_sigterm(tell: Callable[[], None]) -> None:
+    """Have SIGTERM tell, and then end this process as it would have; a handler that the script sets replaces this."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        try:
+            tell()
+        finally:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def undo() -> None:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, end)
+        os.register_at_fork(after_in_child=undo)  # a child in C code would not end by terminate()
 
 
 def _script(name: str) -> tuple[ModuleType, CodeType]:
@@ -130,12 +155,12 @@ def _show(
     hook(kind, error.with_traceback(shown), shown)
 
 
-def _tell(replaced: ReplacedVectorEnvs, file: Path | None, pid: int) -> None:
-    """Say what became of the workers. Does nothing in a forked child."""
+def _tell(replaced: ReplacedVectorEnvs, file: Path | None, pid: int, hint: list[str]) -> None:
+    """Say what became of the workers; if there are none, with a hint. Does nothing in a forked child."""
     if os.getpid() != pid:
         return
     told = replaced.summary()
-    text = "the script made no env that multienv replaces; see --serial and --single."
+    text = f"the script made no env that multienv replaces{''.join(hint)}."
     if told["envs"]:
         lost, outcomes = (_listed(told[name]) for name in ("losses", "outcomes"))
         text = f"{told['envs']} envs. Lost workers: {lost}. Outcomes: {outcomes}."

@@ -122,21 +122,30 @@ class Doomed(Counted):
         times: How many faults there are.
         hangs: Hang instead of a crash.
         fork_seconds: How long a fork takes longer, as that of a large process does.
+        step_seconds: How long a step takes.
     """
 
     def __init__(
-        self, directory: str, first: int, times: int = 1000, hangs: bool = False, fork_seconds: float = 0.0
+        self,
+        directory: str,
+        first: int,
+        times: int = 1000,
+        hangs: bool = False,
+        fork_seconds: float = 0.0,
+        step_seconds: float = 0.0,
+        **counter: Any,
     ) -> None:
-        super().__init__(directory)
+        super().__init__(directory, **counter)
         if fork_seconds:
             os.register_at_fork(before=functools.partial(time.sleep, fork_seconds))
-        self.times, self.hangs = times, hangs
+        self.times, self.hangs, self.step_seconds = times, hangs, step_seconds
         self.faults = (self.directory / "faults").open("ab", buffering=0)  # opened in a step, it would forbid snapshots
         self.is_doomed = self.number >= first
         self.taken = 0
 
     def step(self, action: Any) -> Any:
         self.taken += 1
+        time.sleep(self.step_seconds)
         if self.is_doomed and self.taken > 50 and self._faults() <= self.times:
             if self.hangs:
                 time.sleep(60)
@@ -286,17 +295,20 @@ class Chancy(CounterEnv):
     Args:
         every: About how many steps there are between two crashes; 0: it never crashes.
         directory: Where it keeps a file from its construction to its close(); empty: nowhere.
+        hangs: Hang instead of a crash.
     """
 
-    def __init__(self, every: int = 100, directory: str = "", **counter: Any) -> None:
+    def __init__(self, every: int = 100, directory: str = "", hangs: bool = False, **counter: Any) -> None:
         super().__init__(count_episodes=False, **counter)
-        self.every = every
+        self.every, self.hangs = every, hangs
         self.file = Path(directory, f"{os.getpid()}-{id(self)}") if directory else None
         if self.file is not None:
             self.file.touch()
 
     def step(self, action: Any) -> Any:
         if self.every and int.from_bytes(os.urandom(4), "little") % self.every == 0:
+            if self.hangs:
+                time.sleep(600)
             os.kill(os.getpid(), signal.SIGSEGV)
         return super().step(action)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import time
 from pathlib import Path
 
+import pytest
 from cli_command import ODD_ENVS, run, run_process
 from typer.testing import CliRunner
 
 from kit import Fault, FaultyEnv
 from multienv.cli import measuring
 from multienv.cli.commands import app
+from multienv.cli.walking import RAISE, Walk
 
 SHORT = ("--seconds", "0.02", "--repeats", "2")
 
@@ -58,6 +61,35 @@ def test_an_env_that_crashes_by_chance_is_measured_and_batches_that_it_ends_are_
     assert all(len(one["rates"]) == 2 for one in told["contenders"] if not one["died"])
 
 
+def test_an_env_that_hangs_by_chance_costs_a_row_seconds() -> None:
+    """Each contender hangs in each turn: that takes a deadline of seconds, not a minute, and not for ever."""
+    arguments = ("--num-envs", "2", "--env-kwargs", '{"every": 150, "hangs": true}', "--step-deadline", "0.3")
+    began = time.monotonic()
+    done = run_process("bench", f"{ODD_ENVS}:Chancy", "--seconds", "0.1", "--repeats", "1", *arguments, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - began < 80.0
+    died = {one["name"]: one["died"] for one in json.loads(done.stdout)["contenders"] if one["package"] != "limit"}
+    assert {name: how for name, how in died.items() if how} == {
+        "SerialVectorEnv(env_fns)": "hung",
+        "AsyncVectorEnv(env_fns)": "hung",
+        "SyncVectorEnv(env_fns)": "hung",
+    }
+
+
+def test_without_a_deadline_of_the_user_one_is_found_by_the_slowest_step_that_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measuring, "_LEAST_DEADLINE", 0.2)
+    monkeypatch.setattr(measuring, "_TRIES", 2)
+    quick = measuring.Contender("multienv", "quick", lambda: lambda seconds: 1.0, options="")
+    monkeypatch.setattr(measuring, "_contenders", lambda *_: iter([quick]))
+    env_fn = functools.partial(FaultyEnv, fault=Fault("hang", "step"))
+    began = time.monotonic()
+    bench = measuring.measure(env_fn, 1, Walk(slowest_step=0.03), step_deadline=None, seconds=0.1, repeats=1)
+    assert bench.limit.died == "hung"
+    assert 2 * 0.3 < time.monotonic() - began < 20.0
+
+
 def test_the_table_fits_a_terminal_of_80_columns_and_no_file_of_an_env_is_left(tmp_path: Path) -> None:
     arguments = ("--num-envs", "32", "--env-kwargs", json.dumps({"every": 0, "directory": str(tmp_path)}))
     result = CliRunner().invoke(app, ["bench", f"{ODD_ENVS}:Chancy", *SHORT, *arguments], env={"COLUMNS": "80"})
@@ -72,7 +104,8 @@ def test_the_table_fits_a_terminal_of_80_columns_and_no_file_of_an_env_is_left(t
 
 def test_the_limit_of_an_env_that_crashes_by_chance_is_measured_between_two_crashes() -> None:
     with contextlib.ExitStack() as stack:
-        step_for = measuring._build_limit(functools.partial(FaultyEnv, fault=Fault("segv", "step", at=50)), stack)
+        env_fn = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=50))
+        step_for = measuring._build_limit(env_fn, stack, {"restart": RAISE, "reports": ""})
         assert step_for(0.05) > 0
 
 

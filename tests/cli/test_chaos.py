@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import gymnasium
 import pytest
-from cli_command import ODD_ENVS
+from cli_command import ODD_ENVS, run_process
 from typer.testing import CliRunner, Result
 
 import multienv
@@ -123,8 +124,25 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         import multienv.cli.commands  # noqa: F401
 
 
-def test_every_command_has_help_with_an_example_and_the_version_is_told() -> None:
-    assert CliRunner().invoke(app, ["--version"]).stdout == f"{multienv.__version__}\n"
+def test_without_the_extra_the_commands_are_listed_and_the_version_is_told() -> None:
+    script = """if True:
+        import sys
+        for name in ("psutil", "rich", "typer"):
+            sys.modules[name] = None
+        from multienv.cli import app
+        for argument in ("--version", "--help"):
+            sys.argv[1:] = [argument]
+            app()
+    """
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    version, _, listed = told.partition("\n")
+    assert version == multienv.__version__
+    names = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert {line.split()[0] for line in listed.splitlines() if line.startswith("  ")} == {"run", *names}
+    assert listed == run_process("--help").stdout == run_process().stdout
+
+
+def test_every_command_has_help_with_an_example() -> None:
     for name in ("doctor", "chaos", "bench"):
         told = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "120"}).stdout
         assert f"multienv {name} CartPole-v1" in told

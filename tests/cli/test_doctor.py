@@ -71,6 +71,7 @@ def test_a_sound_env_is_recoverable_and_the_line_of_code_works() -> None:
     code = done.stdout.partition("Use\n")[2]
     lines = "\n".join(line.strip() for line in code.splitlines())
     assert "sutton_barto_reward=True" in lines
+    assert re.search(r", deadlines=Deadlines\(step=[1-9]\d+\.0\)\)$", lines)  # at least 10 s, as it has not hung
     assert "RestartPolicy" not in lines
     names: dict[str, package.SubprocessVectorEnv] = {}
     exec(lines, names)
@@ -492,7 +493,7 @@ def test_on_a_busy_machine_times_are_said_to_say_little_and_nothing_follows_from
     assert rows["load"]["meaning"].startswith("this machine is busy (load 1000 on ")
     assert told["own_faults"]["hung"] == 1
     assert "preload" not in rows["builds"]["advice"]
-    assert "Deadlines" not in told["code"]
+    assert 'deadlines=Deadlines(step="auto")' in told["code"]
     _, told = run("doctor", f"{ODD_ENVS}:long_with_thread", "--json")
     assert "replay_limit" not in told["code"]
 

@@ -88,6 +88,18 @@ def killed(env_fn: Any, steps: int, reports: Path, *, seed: int = 3, **options: 
     return Path(recovery.report)
 
 
+def killed_after_65_steps(env: SubprocessEnv) -> str:
+    """Return the report of an env whose losses raise."""
+    env.reset(seed=7)
+    for _ in range(65):
+        if env.step(1)[2]:
+            env.reset()
+    kill_worker(env)
+    with pytest.raises(WorkerLostError) as caught:
+        env.step(1)
+    return caught.value.report
+
+
 @pytest.fixture(scope="module")
 def cartpole_reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the report of a CartPole that was killed from outside after four steps."""
@@ -176,7 +188,7 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "('counted', 3, 3)" in result.stdout
     assert re.search(
-        r"^Running the \d+ requests that came before\. If one hangs, that is chance: interrupt this, and run it again\.$",
+        r"^Running the \d+ requests that came before\. One that takes 30 s is ended\.$",
         result.stdout,
         re.MULTILINE,
     )
@@ -192,16 +204,10 @@ def test_a_fault_that_strikes_by_chance_on_the_way_is_told_in_one_line_and_the_r
     tmp_path: Path, times: int
 ) -> None:
     """The env aborts in step 51 of its replays, so often."""
-    env_fn = named(f"{ODD_ENVS}:Doomed", directory=str(tmp_path), first=2, times=times).env_fn
+    env_fn = named(f"{ODD_ENVS}:Doomed", directory=str(tmp_path), first=2, times=times, horizon=None).env_fn
     with SubprocessEnv(env_fn, restart=RAISE) as env:
-        env.reset(seed=7)
-        for _ in range(60):
-            if env.step(1)[2]:
-                env.reset()
-        kill_worker(env)
-        with pytest.raises(WorkerLostError) as caught:
-            env.step(1)
-    result = run_process("replay", caught.value.report)
+        report = killed_after_65_steps(env)
+    result = run_process("replay", report)
     lines = [line for line in result.stdout.splitlines() if "by chance" in line]
     struck = "A fault struck by chance, before the fatal request: the process was killed by SIGABRT (try {} of 5)."
     assert lines == [struck.format(number + 1) for number in range(1 if times == 1 else 5)]
@@ -212,10 +218,72 @@ def test_a_fault_that_strikes_by_chance_on_the_way_is_told_in_one_line_and_the_r
         return
     assert result.returncode == 3
     assert result.stdout.endswith("Give --env with a calm version of the env: one without this fault.\n")
-    calm = json.dumps({"directory": str(tmp_path), "first": 1000})
-    result = run_process("replay", caught.value.report, "--env", f"{ODD_ENVS}:Doomed", "--env-kwargs", calm)
+    calm = json.dumps({"directory": str(tmp_path), "first": 1000, "horizon": None})
+    result = run_process("replay", report, "--env", f"{ODD_ENVS}:Doomed", "--env-kwargs", calm)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "The fault did not happen again: the request returned." in result.stdout
+
+
+def test_a_hang_by_chance_on_the_way_ends_at_a_deadline_and_the_replay_is_tried_again(tmp_path: Path) -> None:
+    """The env sleeps for a minute in step 51 of its replay, once."""
+    env_fn = named(f"{ODD_ENVS}:Doomed", directory=str(tmp_path), first=2, times=1, hangs=True, horizon=None).env_fn
+    with SubprocessEnv(env_fn, restart=RAISE, deadlines=Deadlines(step=0.5)) as env:
+        report = killed_after_65_steps(env)
+    result = run_process("replay", report)
+    assert result.returncode == 0, result.stdout + result.stderr
+    told = result.stdout.splitlines()
+    assert re.fullmatch(r"Running the \d+ requests that came before\. One that takes 2\.0 s is ended\.", told[1])
+    assert told[2] == "A fault struck by chance, before the fatal request: the process hung (try 1 of 5)."
+    assert told[-1] == "The fault did not happen again: the request returned."
+    assert result.stderr == ""  # no stack
+    here = run_process("replay", report, "--here", "--step-deadline", "0.2", "--env", f"{ODD_ENVS}:hanging")
+    assert here.returncode == 1
+    assert "in _hang_in_c" in here.stderr  # nothing else tells why the command has ended
+
+
+def test_deadline_of_a_replay_is_that_of_each_request_by_itself(tmp_path: Path) -> None:
+    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RAISE) as env:
+        report = killed_after_65_steps(env)
+    for seconds, deadline, code in ((0.03, "1", 0), (0.3, "0.2", 3)):
+        slow = json.dumps({"directory": str(tmp_path), "first": 1000, "step_seconds": seconds, "horizon": None})
+        options = ("--env", f"{ODD_ENVS}:Doomed", "--env-kwargs", slow, "--step-deadline", deadline)
+        result = run_process("replay", report, *options)
+        assert result.returncode == code, result.stdout + result.stderr
+    assert result.stdout.endswith("one without this fault. If it is only slow: a longer --step-deadline.\n")
+
+
+def test_after_a_fault_by_chance_a_replay_begins_at_a_later_reset(tmp_path: Path) -> None:
+    """The env aborts in step 51 of each process but the first; a replay of the last episode does not get there."""
+    arguments = {"directory": str(tmp_path), "first": 2, "step_seconds": 0.004}
+    env_fn = named(f"{ODD_ENVS}:Doomed", **arguments).env_fn
+    with SubprocessEnv(env_fn, restart=replace(RAISE, max_rss=2**40)) as env:
+        report = killed_after_65_steps(env)
+    result = run_process("replay", report)
+    assert result.returncode == 0, result.stdout + result.stderr
+    _, first, struck, again, matched, *_ = result.stdout.splitlines()
+    assert "requests that came before" in first
+    assert struck.endswith("the process was killed by SIGABRT (try 1 of 5).")
+    shorter = re.fullmatch(r"Running the (\d+) requests since a later reset\. One that takes .* s is ended\.", again)
+    assert shorter is not None
+    assert int(shorter[1]) == 6  # the present episode
+    assert matched == f"All {shorter[1]} answers match the recorded ones."
+
+
+def test_a_crash_in_a_fatal_request_that_hangs_this_time_ends_too(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(
+        """if True:
+        from kit import Fault, FaultyEnv
+        make = lambda: FaultyEnv(fault=Fault("hang_c", "step", at=3))
+        """
+    )
+    with SubprocessEnv(partial(FaultyEnv, fault=Fault("segv", "step", at=3)), restart=RAISE) as env:
+        env.reset(seed=7)
+        with pytest.raises(WorkerLostError) as caught:
+            for _ in range(3):
+                env.step(1)
+    options = ("--env", f"{tmp_path}/hangs.py:make", "--step-deadline", "1")
+    result = run_process("replay", caught.value.report, *options)
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "The fault happened again: the process hung.")
 
 
 # --- it does not ----------------------------------------------------------------------------------
@@ -299,7 +367,10 @@ def test_a_named_env_takes_the_place_of_the_reports_own(reports: Path, module: A
         assert result.exit_code == 0, result.output
         told = [json.loads(line) for line in result.stdout.splitlines()]
         assert told[0]["report"] == str(report)
-        assert told[1:3] == [{"before": 22}, {"requests": 22, "differences": []}]  # two episodes have ended
+        assert told[1:3] == [
+            {"before": 22, "deadline": 30.0},
+            {"requests": 22, "differences": []},
+        ]  # two episodes have ended
         assert told[-1]["came_again"] is False
         other = replay(report, "--env", "mine:CounterEnv", "--env-kwargs", '{"horizon": 9}', path=where)
         assert (
@@ -421,9 +492,8 @@ def test_a_fifo_or_a_device_named_like_a_report_is_not_read(
     fifo, device = (cartpole_report.with_name(f"{digit}{cartpole_report.name[1:]}") for digit in "89")
     os.mkfifo(fifo)
     device.symlink_to("/dev/null")  # which would do no harm
-    _, line, *others = replay().stdout.splitlines()
+    _, line = replay().stdout.splitlines()
     assert cartpole_report.name in line
-    assert others == [f"Not read: {path.name} is not a regular file." for path in (device, fifo)]
     assert len(json.loads(replay("--json").stdout)) == 1
     for path in (fifo, device):
         result = replay(path)

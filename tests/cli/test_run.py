@@ -149,6 +149,85 @@ except KeyboardInterrupt:
     assert stderr.splitlines()[-1] == "multienv run: 2 envs. Lost workers: none. Outcomes: none."
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("import no_such_module", 1), ("sys.exit('needs a GPU')", 1), ("sys.exit(2)", 2), ("sys.exit(0)", 0)],
+)
+def test_script_that_fails_before_it_makes_an_env_is_given_no_advice(tmp_path: Path, line: str, code: int) -> None:
+    (tmp_path / "train.py").write_text(f"{HEAD}\n{line}\n")
+    ended, _, stderr = ran("train.py", cwd=tmp_path)
+    assert ended == code
+    advice = "" if code else "; see --serial and --single"
+    assert stderr[-1] == f"multienv run: the script made no env that multienv replaces{advice}."
+
+
+SLEEPING = f"""{HEAD}
+envs = gymnasium.vector.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+envs.reset(seed=0)
+os.kill(envs.statistics()[0].pid, signal.SIGKILL)
+envs.step(np.zeros(2, np.int64))
+"""
+
+
+def terminated(script: str, cwd: Path) -> tuple[int, list[str], list[str]]:
+    """Send SIGTERM to a script when it has printed "ready"; return its exit code, and what it wrote after that."""
+    (cwd / "train.py").write_text(script)
+    process = started("--summary", "told.json", "train.py", cwd=cwd)
+    assert process.stdout is not None
+    while process.stdout.readline() != "ready\n":
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=60)
+    return process.returncode, stdout.splitlines(), stderr.splitlines()
+
+
+@pytest.mark.parametrize("waits", ["time.sleep(60)", "[envs.step(np.zeros(2, np.int64)) for _ in range(10**9)]"])
+def test_sigterm_tells_what_became_of_the_workers_and_ends_the_script_as_alone(tmp_path: Path, waits: str) -> None:
+    code, stdout, stderr = terminated(f'{SLEEPING}\nimport time\nprint("ready", flush=True)\n{waits}\n', tmp_path)
+    assert code == -signal.SIGTERM
+    assert stdout == []
+    assert stderr[-1] == "multienv run: 2 envs. Lost workers: 1 × SIGKILL. Outcomes: 1 × exact."
+    assert json.loads((tmp_path / "told.json").read_text())["losses"] == {"SIGKILL": 1}
+
+
+def test_handler_of_the_script_for_sigterm_is_left_alone(tmp_path: Path) -> None:
+    script = f"""{SLEEPING}
+import time
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(5)))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    code, stdout, stderr = terminated(script, tmp_path)
+    assert (code, stdout) == (5, ["saved"])
+    assert sum(line.startswith("multienv run: ") for line in stderr) == 1
+
+
+def test_process_that_the_script_forks_ends_by_sigterm_in_c_code_too_and_tells_nothing(tmp_path: Path) -> None:
+    script = f"""{HEAD}
+import time
+from kit import Fault, FaultyEnv
+env = FaultyEnv(fault=Fault("hang_c", "step"))
+env.reset(seed=0)
+child = os.fork()
+if not child:
+    env.step(0)
+time.sleep(0.5)
+os.kill(child, signal.SIGTERM)
+for _ in range(100):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, signal.SIGKILL)
+print(status)
+"""
+    (tmp_path / "train.py").write_text(script)
+    code, stdout, stderr = ran("train.py", cwd=tmp_path)
+    assert (code, stdout[-1]) == (0, str(int(signal.SIGTERM)))
+    assert sum(line.startswith("multienv run: ") for line in stderr) == 1
+
+
 def test_script_without_a_guard_that_workers_would_have_to_import_keeps_the_class_of_gymnasium(tmp_path: Path) -> None:
     """An import would begin the training in the worker, with gymnasium's own class."""
     script = f"""{HEAD}

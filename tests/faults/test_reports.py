@@ -64,9 +64,9 @@ def test_a_kill_that_is_recovered(reports: Path) -> None:
     assert report["states"][-1] == "Replied: process ready, episode running"
     assert (report["journal"]["requests"], report["journal"]["steps"]) == (4, 3)
     assert set(report["made_with"]) == {"multienv", "python", "gymnasium", "numpy", "platform"}
-    assert found.replay is not None
+    assert found.replays
     assert found.layout is not None
-    entries = list(split_entries(found.replay.entries, found.end))
+    entries = list(split_entries(found.replays[0].entries, found.end))
     shown = [np.frombuffer(entry.record, np.float32, 4, found.layout.shown) for entry in entries]
     assert (np.stack(shown) == np.stack([first, *seen])).all()
     assert [entry.record[16] for entry in entries[1:]] == [0, 1, 1]

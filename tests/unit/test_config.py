@@ -19,6 +19,7 @@ import multienv
 from kit import CounterEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import UsageError
+from multienv.events import Loss, Recovery
 
 NOT_SECONDS = [math.nan, math.inf, -1.0, True, "1", 1j, [1.0], object(), 2e15, 10**400]
 NOT_COUNTS = [True, 1.0, math.nan, "1", -1]
@@ -137,3 +138,10 @@ def test_options_show_what_is_chosen_and_no_more():
     policy = RestartPolicy(on_crash="raise", max_rss=10**9)
     assert repr(policy) == "RestartPolicy(on_crash='raise', max_rss=1000000000)"
     assert repr(Deadlines(step=None, close=5.0, start=1)) == "Deadlines(start=1, step=None)"
+
+
+def test_a_recovery_is_shown_in_a_line_without_stacks_and_output():
+    loss = Loss(0, "died", "step", 3, None, 7, stack="File 1\n" * 50, stderr="said\n" * 50)
+    shown = repr(Recovery(loss, "exact", "", 1, 1, 0.1))
+    assert "File 1" not in shown
+    assert "said" not in shown

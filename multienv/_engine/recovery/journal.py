@@ -426,11 +426,16 @@ class Journal:
         self._built, self._is_affordable = data["built"], data["is_affordable"]
 
 
-def furthest_replay(data: Mapping[str, Any] | None) -> Replay | None:
-    """Return the replay that reaches back furthest in what :meth:`Journal.dump` returned; ``None`` if there is none."""
+def replays_of(data: Mapping[str, Any] | None) -> tuple[Replay, ...]:
+    """Return the replay that reaches back furthest in what :meth:`Journal.dump` returned, if there is one.
+
+    A second one begins at the last start of each slot, if it is at most half as long.
+    """
     if data is None:
-        return None
+        return ()
     journal = Journal(recording=True)  # also one that is for crash reports alone can be replayed
     journal.load(data)
-    plans = journal.plans()
-    return max(plans, key=lambda plan: plan.requests).message if plans else None
+    for history in journal.histories:
+        history.ended = journal.last + 1  # a report compares nothing that counts: it needs no proven start
+    plans = sorted(journal.plans(), key=lambda plan: -plan.requests)
+    return tuple(plan.message for plan in plans if plan is plans[0] or 2 * plan.requests <= plans[0].requests)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from multienv._engine.interrupts import runs_user_code
 from multienv._engine.processes.channel import Channel, Gone
 from multienv._engine.recovery import state_machine
-from multienv._engine.recovery.journal import furthest_replay
+from multienv._engine.recovery.journal import replays_of
 from multienv._engine.recovery.policy import RecoveryProgress
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.repeats import Repeats
@@ -149,7 +149,7 @@ class Reporter:
         if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
             packed = packed.again()
         return Case(
-            replay=partial(furthest_replay, journal.dump() if known else None),
+            replays=partial(replays_of, journal.dump() if known else None),
             size=len(journal) if known else 0,
             pending=pending,
             build=replace(build, env_fns=packed, code=b""),

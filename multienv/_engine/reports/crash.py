@@ -32,7 +32,7 @@ from multienv._engine.wire.segment import Segment
 from multienv.events import Loss, Recovery
 
 FORMAT = "multienv-report"
-VERSION = 10
+VERSION = 11
 # Bytes of pickled functions that a report has room for.
 _MOST_ENV_FNS = store.REPORT_BYTES // 2
 _NO_JOURNAL = (
@@ -50,7 +50,8 @@ class Report:
         loss: What happened.
         deadline: Seconds that the pending request was allowed.
         layout: Of the banks that the entries were copied from; ``None``: the envs were never built.
-        replay: What came before the loss; ``None``: it is not known, and no request was pending.
+        replays: What came before the loss: all that is known, then, if that begins much later, what begins at a reset.
+            ``()``: it is not known, and no request was pending.
         pending: The journal entry of the request that the process was lost in; ``b""``: none was pending, or the envs
             were being built.
         build: How the envs were built, without the trainer's environment variables: secrets are kept there. Its
@@ -61,7 +62,7 @@ class Report:
     loss: Loss
     deadline: float | None
     layout: BankLayout | None
-    replay: Replay | None
+    replays: tuple[Replay, ...]
     pending: bytes
     build: Build
 
@@ -72,7 +73,7 @@ class Report:
 
     def steps(self) -> list[bool]:
         """Return for each request of the journal whether it is a step."""
-        return [entry.is_step for entry in split_entries(self.replay.entries if self.replay else b"", self.end)]
+        return [entry.is_step for entry in split_entries(self.replays[0].entries if self.replays else b"", self.end)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,8 @@ class Case:
     """Holds the facts about a worker when it is lost.
 
     Attributes:
-        replay: Returns the replay that reaches back furthest, or ``None``; called in the thread that writes.
-        size: Bytes of the journal that ``replay`` holds.
+        replays: Returns those of the report; called in the thread that writes.
+        size: Bytes of the journal that ``replays`` holds.
         pending: The journal entry of the request that it was lost in; ``b""``: none was pending, or the envs were being
             built.
         build: How its envs are built.
@@ -91,7 +92,7 @@ class Case:
         path: What had happened to the worker, and the states that it was in after that; the newest last.
     """
 
-    replay: Callable[[], Replay | None]
+    replays: Callable[[], tuple[Replay, ...]]
     size: int
     pending: bytes
     build: Build
@@ -138,7 +139,7 @@ class CrashReports:
         if case is None:
             return
         if store.is_full(case.size):
-            case = replace(case, replay=lambda: None, size=0)
+            case = replace(case, replays=tuple, size=0)
         when = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         compose = partial(_compose, case, recovery, self.last, self._index, when)
         store.submit(Path(self.last), compose, case.size, wait=recovery.outcome in ("raised", "truncated"))
@@ -153,9 +154,9 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
         build = replace(build, env_fns=build.env_fns.whole(_MOST_ENV_FNS))
     if len(build.env_fns) > _MOST_ENV_FNS:
         build = replace(build, env_fns=b"")  # a replay asks for --env
-    report = Report(path, loss, case.deadline, case.layout, case.replay(), case.pending, build)
+    report = Report(path, loss, case.deadline, case.layout, case.replays(), case.pending, build)
     data, obstacle, steps = cloudpickle.dumps(report), None, report.steps()
-    if report.replay is None and case.pending:
+    if not report.replays and case.pending:
         data, obstacle = b"", _NO_JOURNAL
     elif len(data) > store.REPORT_BYTES:
         size, most = len(data) >> 20, store.REPORT_BYTES >> 20
