@@ -159,7 +159,7 @@ def test_self_play_learns_to_beat_a_random_player_while_its_workers_are_killed(t
 
 @pytest.mark.ci
 def test_two_players_learn_to_be_unpredictable_while_their_envs_are_killed(tmp_path):
-    told = example(tmp_path, "rock_paper_scissors.py", "--rounds", "1500", "--num-envs", "4", "--chaos")
+    told = example(tmp_path, "rock_paper_scissors.py", "--rounds", "750", "--num-envs", "4", "--chaos")
     killed = KILLED.search(told)
     assert killed is not None, told
     assert int(killed[1]) == int(killed[2]) > 0
