@@ -12,8 +12,8 @@ from gymnasium.vector import AutoresetMode
 
 from multienv._engine import interrupts
 from multienv._engine.asking.calls import advice_after, checked_indices, checked_seeds, refuse_copy
-from multienv._engine.asking.fanout import FanOut, Round, resumed
-from multienv._engine.asking.members import Blocking
+from multienv._engine.asking.fanout import FanOut, resumed
+from multienv._engine.asking.members import Blocking, Round
 from multienv._engine.asking.stream import OwnPace, Stream
 from multienv._engine.building.building import mode_of
 from multienv._engine.cores import spread
@@ -156,11 +156,11 @@ class MultiEnv:
                 fan.drop()
         if fan.unfinished is not None:
             current = fan.resume()
-            results = [result and resumed(result) for result in current.answers]
+            results = [result and resumed(result) for result in fan.answers_of(current)]
         else:
             self._check_actions(actions, self.num_envs, "step()")
             current = fan.ask("step", actions)
-            results = current.answers
+            results = fan.answers_of(current)
         if current.failures:
             self._raise("step()", current, results)
         if None in results:
@@ -212,9 +212,10 @@ class MultiEnv:
         self._pace.finish_interrupted("reset with a mask" if None in requests else "reset")
         self._seed_here(requests)
         current = fan.ask("reset", requests)
+        answers = fan.answers_of(current)
         if current.failures:
-            self._raise("reset()", current, current.answers)
-        pairs = [(None, None) if answer is None else answer for answer in current.answers]
+            self._raise("reset()", current, answers)
+        pairs = [(None, None) if answer is None else answer for answer in answers]
         lists = [observation for observation, _ in pairs], [info for _, info in pairs]
         fan.finish()
         return lists
@@ -403,10 +404,11 @@ class MultiEnv:
         """Make these calls side by side, one for each env, and return what they return."""
         self._finish_interrupted(what)
         current = self._fan.call_each(what, calls)
+        answers = self._fan.answers_of(current)
         if current.failures:
-            self._raise(what, current, current.answers)
+            self._raise(what, current, answers)
         self._fan.finish()
-        return current.answers
+        return answers
 
     def _raise(self, what: str, current: Round, results: list[Any]) -> NoReturn:
         """Raise what some envs raised."""

@@ -20,8 +20,8 @@ import numpy as np
 
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut
-from multienv._engine.asking.in_flight import Requests, Result
-from multienv._engine.asking.members import InThread, ask_patiently
+from multienv._engine.asking.in_flight import Result
+from multienv._engine.asking.members import InThread, Requests, ask_patiently
 from multienv._engine.asking.stream import OneEach, Stream
 from multienv._engine.cores import spread
 from multienv._engine.recovery.state_machine import Episode

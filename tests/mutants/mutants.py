@@ -1465,7 +1465,7 @@ MUTANTS = [
     Mutant(
         "A worker is trusted after a handler has raised while its answer was taken: rows are recorded as truncated ones.",
         8,
-        "fanout:FanOut.ask",
+        "fanout:FanOut._collect",
         "current.is_broken = breaks(error)",
         "current.is_broken = False",
         ("tests/simulation/test_interruptions.py",),
@@ -1474,8 +1474,8 @@ MUTANTS = [
         "Envs at their own pace are trusted after a handler has raised while their answers were taken.",
         8,
         "in_flight:InFlight.take",
-        "self.is_broken = breaks(error)",
-        "self.is_broken = False",
+        "current.is_broken = breaks(error)",
+        "current.is_broken = False",
         ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
