@@ -148,16 +148,13 @@ class MultiEnv:
             EnvsFailedError: Some envs raised. The other envs have stepped, and ``results`` has their outcomes. With
                 autoreset, the next step of an env that raised begins a new episode; without it, reset these envs.
         """
-        fan = self._fan
-        if self._closed or fan.unfinished is not None:
-            self._refuse_if_closed("step()")
-            self._pace.end_stream("step")
-            if fan.unfinished is not None and fan.unfinished.name != "step":
-                fan.drop()
-        if fan.unfinished is not None:
+        fan, unfinished = self._fan, self._fan.unfinished
+        if unfinished is not None and unfinished.name == "step" and not self._closed:
             current = fan.resume()
             results = [result and resumed(result) for result in fan.answers_of(current)]
         else:
+            if unfinished is not None or self._closed:
+                self._finish_interrupted("step()")
             self._check_actions(actions, self.num_envs, "step()")
             current = fan.ask("step", actions)
             results = fan.answers_of(current)
@@ -433,9 +430,8 @@ class MultiEnv:
         if not self._all_closed:
             with interrupts.Held(self):
                 close_all(self.envs)
-                self._fan.close()
                 self._pace.stream = None
-                self._fan.forget()  # what watches envs that go at their own pace has descriptors
+                self._fan.close()
             self._all_closed = True
 
     def __enter__(self) -> Self:

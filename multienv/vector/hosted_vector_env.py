@@ -958,12 +958,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         patience = 0.0 if terminate else timeout
         with interrupts.Held(self):
             close_together(self._workers, [partial(worker.close, patience) for worker in self._workers])
-            self._fanout.close()
+            current = self._fanout.close()
             if hasattr(self, "_rows"):  # the envs have been built
                 self._rows.forget()
             if hasattr(self, "_pace"):
                 self._pace.stream = None
-            current = self._fanout.forget()  # it holds arrays over the banks
         if current is not None and current.name and not current.is_interrupted:
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")

@@ -101,10 +101,6 @@ class FanOut:
             )
         self._owner["thread"] = mine  # it was interrupted there, and has ended
 
-    def close(self) -> None:
-        """Release the executor, and wake a thread that waits. Takes no lock: handlers may call it."""
-        self.members.close()
-
     def ask(self, name: str, requests: Sequence[Any]) -> Round:
         """Send all requests and collect all answers. The round is ``unfinished`` until its owner says otherwise.
 
@@ -236,22 +232,23 @@ class FanOut:
         if any(self.members.events):
             current, self.members.asked = self.members.asked, None  # for a hook that uses the envs all the same
             try:
-                self.call_hooks()
+                self.members.call_hooks()
             finally:
                 self.members.asked = current
         if interrupts.noted is not None:
             interrupts.raise_noted()
         self.members.asked, self._owner = None, {}
 
-    def forget(self) -> Any:
-        """Return the unfinished round, and forget it without an outcome: the envs are closed."""
+    def forget(self) -> Round | None:
+        """Return the unfinished round, and forget it without an outcome: it holds descriptors, and maps banks."""
         current = self.members.asked
         self.members.asked, self._owner = None, {}
         return current
 
-    def call_hooks(self) -> None:
-        """Call the hooks with what happened meanwhile."""
-        self.members.call_hooks()
+    def close(self) -> Round | None:
+        """Release the executor, wake a thread that waits, and :meth:`forget`. Takes no lock: handlers may call it."""
+        self.members.close()
+        return self.forget()
 
     # --- how ----------------------------------------------------------------------------------------
 
