@@ -90,7 +90,7 @@ class Requests:
     name: str
     envs: Collection[int]
     contents: Sequence[Any]
-    _places: dict[int, int] = field(default_factory=dict)
+    _places: dict[int, int] | None = None
 
     def content(self, env: int) -> Any:
         """Return what this env, or member, is asked."""
@@ -98,7 +98,7 @@ class Requests:
 
     def _by_env(self) -> dict[int, int]:
         """Return the place of each env."""
-        if not self._places:
+        if self._places is None:
             self._places = {env: place for place, env in enumerate(self.envs)}
         return self._places
 
