@@ -468,11 +468,6 @@ class OwnPace:
 
     def finish_interrupted(self, name: str, note: Callable[[Round], None] | None = None) -> None:
         """Give all envs back to the caller, and finish what an earlier call has left; arguments: see :meth:`begin`."""
-        self.end_stream(name)
-        self._fan.finish_interrupted(name, note)
-
-    def end_stream(self, name: str) -> None:
-        """Give all envs back to the caller."""
         current = self._fan.unfinished
         if current is not None and current.flight is not None:
             stream = self.stream or Stream(self._fan, self._sharing)
@@ -480,6 +475,7 @@ class OwnPace:
             self._seconds, self.stream = self._with_those_of(stream), None
             current.flight.end()
             self._fan.forget()
+        self._fan.finish_interrupted(name, note)
 
     def idle(self, note: Callable[[Round], None] | None = None) -> list[int]:
         """Return the envs that wait for an action: all but those that are under way; ``note``: see :meth:`begin`."""
