@@ -1080,18 +1080,13 @@ ask(PyObject *module, PyObject *args)
     for (; place < PyTuple_GET_SIZE(members); place++) {
         PyObject *name = PyTuple_GET_ITEM(members, place);
         Py_ssize_t member = PyLong_AsSsize_t(name), part = asking.watched == NULL ? member : place;
-        int is_left_alone = 0;
         if (!Py_IS_TYPE(asking.actions, &PartsType)) {
             PyObject *action = PySequence_GetItem(asking.actions, part);
-            if (action == NULL) {
-                outcome = FAILED;
+            Py_XDECREF(action); /* the actions hold it */
+            if (action == NULL || action == nothing) {
+                outcome = action == NULL ? FAILED : DONE;
                 break;
             }
-            is_left_alone = action == nothing;
-            Py_DECREF(action);
-        }
-        if (is_left_alone) {
-            continue;
         }
         PyObject *supervisor = PySequence_GetItem(supervisors, member);
         PyObject *lock = supervisor == NULL ? NULL : locked(supervisor);
@@ -1119,9 +1114,8 @@ take(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OOOO|p", &supervisors, &given, &answers, &taking.state, &taking.leaves_ends)) {
         return NULL;
     }
-    PyObject *members = PySequence_Tuple(given), *missing = constant(s_MISSING);
-    if (members == NULL || missing == NULL) {
-        Py_XDECREF(members);
+    PyObject *members = PySequence_Tuple(given);
+    if (members == NULL) {
         return NULL;
     }
     int is_left = 0;
@@ -1130,13 +1124,6 @@ take(PyObject *module, PyObject *args)
     for (Py_ssize_t turn = PyTuple_GET_SIZE(members) - 1; turn >= 0 && outcome != FAILED; turn--) {
         PyObject *name = PyTuple_GET_ITEM(members, turn);
         Py_ssize_t member = PyLong_AsSsize_t(name);
-        if (PyList_CheckExact(answers)) {
-            PyObject *answer = PyList_GetItem(answers, member); /* borrowed */
-            if (answer != missing) {
-                outcome = answer == NULL ? FAILED : DONE;
-                continue;
-            }
-        }
         PyObject *supervisor = PySequence_GetItem(supervisors, member);
         PyObject *lock = supervisor == NULL ? NULL : locked(supervisor);
         outcome = lock == NULL ? FAILED : take_one(supervisor, answers, name, &taking);

@@ -102,21 +102,17 @@ def _current_core() -> Callable[[], int]:
 current_core = _current_core()
 
 
-class AskingOrder:
-    """Gives the order in which to ask workers; they are best waited for in the reverse order.
+def asking_orders(preferred: Mapping[int, int | None]) -> dict[int, tuple[int, ...]]:
+    """Return for each core that the trainer may be on the order in which to ask workers; they answer best in reverse.
 
     Args:
-        cores: For each worker, by its index in the batch, the core that it prefers, or ``None``.
+        preferred: For each worker, by its index in the batch, the core that it prefers, or ``None``.
+
+    Returns:
+        Orders by core; on a core that is not in it, any order will do.
     """
-
-    def __init__(self, cores: Mapping[int, int | None]) -> None:
-        self._plain = tuple(cores)
-        self._on = {
-            core: tuple(sorted(cores, key=lambda index: cores[index] == core))
-            for core in set(cores.values())
-            if core is not None
-        }
-
-    def now(self) -> tuple[int, ...]:
-        """Return the indexes of the workers in the order in which to ask them now."""
-        return self._on.get(current_core(), self._plain) if self._on else self._plain
+    return {
+        core: tuple(sorted(preferred, key=lambda index: preferred[index] == core))
+        for core in set(preferred.values())
+        if core is not None and len(preferred) > 1
+    }

@@ -12,8 +12,8 @@ from gymnasium.vector import AutoresetMode
 
 from multienv._engine import interrupts
 from multienv._engine.asking.calls import advice_after, checked_indices, checked_seeds, refuse_copy
-from multienv._engine.asking.fanout import FanOut, Round, resumed
-from multienv._engine.asking.members import Blocking
+from multienv._engine.asking.fanout import FanOut, resumed
+from multienv._engine.asking.members import Blocking, Round
 from multienv._engine.asking.stream import OwnPace, Stream
 from multienv._engine.building.building import mode_of
 from multienv._engine.cores import spread
@@ -148,19 +148,16 @@ class MultiEnv:
             EnvsFailedError: Some envs raised. The other envs have stepped, and ``results`` has their outcomes. With
                 autoreset, the next step of an env that raised begins a new episode; without it, reset these envs.
         """
-        fan = self._fan
-        if self._closed or fan.unfinished is not None:
-            self._refuse_if_closed("step()")
-            self._pace.end_stream("step")
-            if fan.unfinished is not None and fan.unfinished.name != "step":
-                fan.drop()
-        if fan.unfinished is not None:
+        fan, unfinished = self._fan, self._fan.unfinished
+        if unfinished is not None and unfinished.name == "step" and not self._closed:
             current = fan.resume()
-            results = [result and resumed(result) for result in current.answers]
+            results = [result and resumed(result) for result in fan.answers_of(current)]
         else:
+            if unfinished is not None or self._closed:
+                self._finish_interrupted("step()")
             self._check_actions(actions, self.num_envs, "step()")
             current = fan.ask("step", actions)
-            results = current.answers
+            results = fan.answers_of(current)
         if current.failures:
             self._raise("step()", current, results)
         if None in results:
@@ -212,9 +209,10 @@ class MultiEnv:
         self._pace.finish_interrupted("reset with a mask" if None in requests else "reset")
         self._seed_here(requests)
         current = fan.ask("reset", requests)
+        answers = fan.answers_of(current)
         if current.failures:
-            self._raise("reset()", current, current.answers)
-        pairs = [(None, None) if answer is None else answer for answer in current.answers]
+            self._raise("reset()", current, answers)
+        pairs = [(None, None) if answer is None else answer for answer in answers]
         lists = [observation for observation, _ in pairs], [info for _, info in pairs]
         fan.finish()
         return lists
@@ -403,10 +401,11 @@ class MultiEnv:
         """Make these calls side by side, one for each env, and return what they return."""
         self._finish_interrupted(what)
         current = self._fan.call_each(what, calls)
+        answers = self._fan.answers_of(current)
         if current.failures:
-            self._raise(what, current, current.answers)
+            self._raise(what, current, answers)
         self._fan.finish()
-        return current.answers
+        return answers
 
     def _raise(self, what: str, current: Round, results: list[Any]) -> NoReturn:
         """Raise what some envs raised."""
@@ -431,9 +430,8 @@ class MultiEnv:
         if not self._all_closed:
             with interrupts.Held(self):
                 close_all(self.envs)
-                self._fan.close()
                 self._pace.stream = None
-                self._fan.forget()  # what watches envs that go at their own pace has descriptors
+                self._fan.close()
             self._all_closed = True
 
     def __enter__(self) -> Self:

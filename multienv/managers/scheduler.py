@@ -20,8 +20,8 @@ import numpy as np
 
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut
-from multienv._engine.asking.in_flight import Requests, Result
-from multienv._engine.asking.members import InThread, ask_patiently
+from multienv._engine.asking.in_flight import Result
+from multienv._engine.asking.members import InThread, Requests, ask_patiently
 from multienv._engine.asking.stream import OneEach, Stream
 from multienv._engine.cores import spread
 from multienv._engine.recovery.state_machine import Episode
@@ -158,7 +158,7 @@ class Scheduler:
             records[index] = _resetting(records[index])._replace(episodes=episodes, timestep=None, failure=None)
         self.records = records
         self._until_idle(chosen)
-        self._fan.call_hooks()
+        self._fan.members.call_hooks()
         ready = {index: self.observation(index) for index in self.ready() if index in chosen}
         self.tell_failures("reset()", ready, of=chosen)
 
@@ -172,7 +172,7 @@ class Scheduler:
         self._until_idle(messages)
         self._stream.give(name, messages, list(messages.values()))
         self.until(lambda: messages.keys() <= self._stream.ready.keys())
-        self._fan.call_hooks()
+        self._fan.members.call_hooks()
         answers = {index: self._stream.ready[index] for index in messages}
         failures = {index: one.error for index, one in answers.items() if one.error is not None}
         self._stream.hand_over(messages)
@@ -207,7 +207,6 @@ class Scheduler:
         with interrupts.Held(self):
             close_together(self.supervisors, [one.close for one in self.supervisors])
             self._fan.close()
-            self._fan.forget()  # what watches the envs has descriptors
 
     def _begin_episodes(self) -> None:
         """Send the resets that are due."""
@@ -259,7 +258,7 @@ class Scheduler:
                 or not any(self.asked(index) not in ("", "step") for index in range(len(self.records)))
             )
         )
-        self._fan.call_hooks()
+        self._fan.members.call_hooks()
 
     def until_stepped(self, wanted: float, patience: float | None) -> None:
         """Wait for ``wanted`` timesteps and ``patience`` seconds, or for all timesteps; ``None``: for all."""
@@ -286,7 +285,7 @@ class Scheduler:
         Raises:
             EnvsFailedError: Envs have failed; its ``results`` has the timesteps.
         """
-        self._fan.call_hooks()  # before anything is handed over that Ctrl-C in a hook could lose
+        self._fan.members.call_hooks()  # before anything is handed over that Ctrl-C in a hook could lose
         steps = self.news()
         self.tell_failures(what, steps, timesteps=steps)
         shaped = shape(steps)

@@ -27,8 +27,9 @@ from multienv._engine.asking.calls import (
     checked_seeds,
     refuse_copy,
 )
-from multienv._engine.asking.fanout import FanOut, Round
+from multienv._engine.asking.fanout import FanOut
 from multienv._engine.asking.in_flight import ReadyBatch
+from multienv._engine.asking.members import Round
 from multienv._engine.asking.stream import OwnPace, Stream
 from multienv._engine.building.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
 from multienv._engine.recovery.state_machine import Process
@@ -272,12 +273,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _collect_reset(self, timeout: float | None) -> tuple[Any, Any]:
         current = self._collected(timeout)
 
-        def make() -> Any:
+        def make(answers: list[Any]) -> Any:
             self._note(current)
-            return self._error_of(current) or self._infos.returned(
+            return self._error_of(current, answers) or self._infos.returned(
                 "reset",
-                lambda infos: (self._rows.observations(current.answers, current), infos),
-                partial(self._infos.of, parts_of(current.answers)),
+                lambda infos: (self._rows.observations(answers, current), infos),
+                partial(self._infos.of, parts_of(answers)),
             )
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
@@ -335,13 +336,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Return what a step comes to, or raise what has failed; either ends the round."""
         infos = None
         if not current.failures and not current.resumed and not self._is_disabled:
-            infos = self._plain_infos(current.answers)
+            answers = self._fanout.answers_of(current)
+            infos = self._plain_infos(answers)
         if infos is None:
             return self._handed_over(current, partial(self._special_outcome, current))  # type: ignore[no-any-return]
-        batch = (*self._rows.batch(current.answers, current), infos)
-        # The answers, which are arrays over the banks, stay mapped while the traceback of an error holds the round.
+        batch = (*self._rows.batch(answers, current), infos)
         self._fanout.finish()
-        del current.answers[:]  # no call
+        current.answers = {}  # no call: see _handed_over()
         return batch
 
     def _plain_infos(self, replies: Sequence[RowsReply]) -> Infos | None:
@@ -353,12 +354,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             parts.append(None if reply.extras is None else reply.extras.infos)
         return self._infos.quick(parts) if any(parts) or not self._merges else {}
 
-    def _special_outcome(self, current: Round) -> Batch | EnvsFailedError:
+    def _special_outcome(self, current: Round, answers: list[Any]) -> Batch | EnvsFailedError:
         self._note(current)
-        return self._error_of(current) or self._infos.returned(
+        return self._error_of(current, answers) or self._infos.returned(
             "step",
-            lambda infos: (*self._rows.batch(current.answers, current), infos),
-            partial(self._infos.of, parts_of(current.answers), resumed=current.resumed),
+            lambda infos: (*self._rows.batch(answers, current), infos),
+            partial(self._infos.of, parts_of(answers), resumed=current.resumed),
         )
 
     def _refuse_without_episodes(self, name: str = "step") -> NoReturn:
@@ -552,26 +553,26 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._fragment(self._fanout.ask("rollout", [message] * len(self._workers)))
 
     def _fragment(self, current: Round) -> Fragment:
-        def make() -> Any:
+        def make(answers: list[Any]) -> Any:
             for error in current.failures.values():
                 if isinstance(error, PolicyError):
                     return error
             failures = self._failures_of(current)
             if failures:
-                return self._fragment_error(current, failures)
-            steps = sorted({step for reply in current.answers for step in reply.infos})
-            parts = {step: [reply.infos.get(step) for reply in current.answers] for step in steps}
+                return self._fragment_error(answers, failures)
+            steps = sorted({step for reply in answers for step in reply.infos})
+            parts = {step: [reply.infos.get(step) for reply in answers] for step in steps}
             return self._infos.returned(
                 "rollout",
-                lambda infos: fragment_of_all(current.answers, infos, resumed=current.resumed),
+                lambda infos: fragment_of_all(answers, infos, resumed=current.resumed),
                 lambda merges: {step: self._infos.of(parts[step], merges) for step in steps},
             )
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
 
-    def _fragment_error(self, current: Round, failures: dict[int, BaseException]) -> EnvsFailedError:
+    def _fragment_error(self, answers: list[Any], failures: dict[int, BaseException]) -> EnvsFailedError:
         results: list[Any] = [None] * self.num_envs
-        for rows, reply in zip(self._slices, current.answers, strict=True):
+        for rows, reply in zip(self._slices, answers, strict=True):
             for slot, index in enumerate(range(rows.start, rows.stop) if reply is not None else ()):
                 fragment, error = fragment_of_slot(reply, slot), failures.get(index)
                 if error is None:
@@ -582,20 +583,25 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     # --- what came back ---------------------------------------------------------------------------
 
-    def _handed_over(self, current: Round, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` makes of the unfinished round, or raise the error that it returns; this ends the round.
+    def _handed_over(self, current: Round, make: Callable[[list[Any]], Any]) -> Any:
+        """Return what ``make`` makes of the answers of the unfinished round, or raise the error that it returns.
 
-        So does an Exception that ``make`` raises. KeyboardInterrupt does not: the next call tells of the outcome.
+        Either ends the round, and so does an Exception that ``make`` raises. KeyboardInterrupt does not: the next call
+        tells of the outcome.
         """
+        answers = self._fanout.answers_of(current)
         try:
-            outcome = make()
+            outcome = make(answers)
         except Exception:
             self._fanout.finish()
-            del current.answers[:]  # no call
+            current.answers = {}
+            del answers[:]
             raise
         failed = isinstance(outcome, MultienvError)
         self._fanout.finish()
-        del current.answers[:]  # no call from here on: a handler that comes in would keep the outcome from the caller
+        # The answers, which are arrays over the banks, stay mapped while the traceback of an error holds them.
+        current.answers = {}
+        del answers[:]  # no call from here on: a handler that comes in would keep the outcome from the caller
         if failed:
             raise outcome
         return outcome
@@ -607,7 +613,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if current.name == "reset":
             self._begun |= True if self._mask is None else self._mask
         elif self._is_disabled:
-            for rows, reply in zip(self._slices, current.answers, strict=True):
+            for worker, rows in enumerate(self._slices):
+                reply = current.answers[worker]
                 self._begun[rows] &= False if reply is None else ~(reply.terminated | reply.truncated)
         if self._is_disabled:
             failed = self._failures_of(current)
@@ -619,7 +626,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if any(type(error) is ClosedError for error in current.failures.values()):
             self._refuse_closed(current.name)  # by a signal handler or another thread: that is no failure of the envs
         failures: dict[int, BaseException] = {}
-        for worker, (rows, answer) in enumerate(zip(self._slices, current.answers, strict=True)):
+        for worker, rows in enumerate(self._slices):
+            answer = current.answers.get(worker)
             if worker in current.failures:
                 failures |= dict.fromkeys(range(rows.start, rows.stop), current.failures[worker])
             elif answer is not None:
@@ -627,15 +635,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 failures |= {rows.start + slot: error for slot, error in errors.items()}
         return failures
 
-    def _error_of(self, current: Round) -> EnvsFailedError | None:
+    def _error_of(self, current: Round, answers: list[Any]) -> EnvsFailedError | None:
         """Return the error for what has failed, with what the others returned."""
         failures = self._failures_of(current)
         if not failures:
             return None
         is_step = current.name == "step"
-        infos = listed(parts_of(current.answers), self.envs_per_worker, resumed=is_step and current.resumed)
+        infos = listed(parts_of(answers), self.envs_per_worker, resumed=is_step and current.resumed)
         results: list[Any] = [None] * self.num_envs
-        for rows, reply in zip(self._slices, current.answers, strict=True):
+        for rows, reply in zip(self._slices, answers, strict=True):
             for slot, index in enumerate(range(rows.start, rows.stop)):
                 if index not in failures:
                     seen, info = self._rows.row(reply, slot), infos[index]
@@ -762,10 +770,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _values(self, timeout: float | None) -> tuple[Any, ...]:
         current, asked = self._collected(timeout), self._asked
 
-        def make() -> Any:
+        def make(answers: list[Any]) -> Any:
             failures = {index: error for index, error in self._failures_of(current).items() if index in asked}
             found: dict[int, Any] = {}
-            for rows, answer in zip(self._slices, current.answers, strict=True):
+            for rows, answer in zip(self._slices, answers, strict=True):
                 if answer is not None:
                     found |= zip([index for index in asked if rows.start <= index < rows.stop], answer[0], strict=True)
             results = tuple(found.get(index) for index in asked)
@@ -885,11 +893,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Make blocking calls of workers side by side; EnvsFailedError if some raise."""
         self._finish_interrupted(name)
         current = self._fanout.call_each(name, calls)
+        answers = self._fanout.answers_of(current)
         self._fanout.finish()
         if current.failures:
             failures = {self._slices[worker].start: error for worker, error in current.failures.items()}
-            raise _collect(name, failures, current.answers, "Of each worker the first env is named.", *advice)
-        return current.answers
+            raise _collect(name, failures, answers, "Of each worker the first env is named.", *advice)
+        return answers
 
     # --- which call may be made -------------------------------------------------------------------
 
@@ -949,12 +958,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         patience = 0.0 if terminate else timeout
         with interrupts.Held(self):
             close_together(self._workers, [partial(worker.close, patience) for worker in self._workers])
-            self._fanout.close()
+            current = self._fanout.close()
             if hasattr(self, "_rows"):  # the envs have been built
                 self._rows.forget()
             if hasattr(self, "_pace"):
                 self._pace.stream = None
-            current = self._fanout.forget()  # it holds arrays over the banks
         if current is not None and current.name and not current.is_interrupted:
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from multienv._engine.asking.in_flight import InFlight, ReadyBatch, Requests, Result, results_of
-from multienv._engine.asking.members import StepOfSome
+from multienv._engine.asking.in_flight import ReadyBatch, Result, results_of
+from multienv._engine.asking.members import Requests, Round, StepOfSome
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.infos import Extras
 from multienv._engine.wire.messages import Reset
@@ -71,7 +71,7 @@ class SharedWorkers:
         message = request.content(member)
         return [env for slot, env in enumerate(envs) if message.touches(slot)]
 
-    def results(self, current: InFlight) -> dict[int, Result]:
+    def results(self, current: Round) -> dict[int, Result]:
         """Return the result of each request that is answered, by env."""
         found = results_of(current)
         if self.is_shared:
@@ -87,7 +87,7 @@ class SharedWorkers:
                 found[env] = Result(name, answer, answer.errors[0])
         return found  # not copied: the worker is asked again after the caller has this
 
-    def ready_batch(self, current: InFlight) -> ReadyBatch | None:
+    def ready_batch(self, current: Round) -> ReadyBatch | None:
         """Return all that came, if no env has raised."""
         members, replies = list(current.answers), list(current.answers.values())
         if any(map(_ERRORS, replies)):

@@ -1116,6 +1116,14 @@ MUTANTS = [
         "False",
         OWN_PACE,
     ),
+    Mutant(
+        "An env that a step leaves alone is waited for.",
+        4,
+        "fanout:FanOut.send",
+        "del current.requests[order[done]]",
+        "pass",
+        ("tests/contract/test_multi_env.py",),
+    ),
     # --- 5: bounded -------------------------------------------------------------------------------
     Mutant(
         "The deadline of an env is not counted anew when another env of its process is called.",
@@ -1465,7 +1473,7 @@ MUTANTS = [
     Mutant(
         "A worker is trusted after a handler has raised while its answer was taken: rows are recorded as truncated ones.",
         8,
-        "fanout:FanOut.ask",
+        "fanout:FanOut._collect",
         "current.is_broken = breaks(error)",
         "current.is_broken = False",
         ("tests/simulation/test_interruptions.py",),
@@ -1474,8 +1482,16 @@ MUTANTS = [
         "Envs at their own pace are trusted after a handler has raised while their answers were taken.",
         8,
         "in_flight:InFlight.take",
-        "self.is_broken = breaks(error)",
-        "self.is_broken = False",
+        "current.is_broken = breaks(error)",
+        "current.is_broken = False",
+        ("tests/simulation/test_interruptions.py",),
+    ),
+    Mutant(
+        "What envs at their own pace were asked before is forgotten when a handler raises in a send() to others.",
+        8,
+        "members:Members.lose",
+        "bool(sending) and current.flight is None",
+        "bool(sending)",
         ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(

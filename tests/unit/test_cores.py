@@ -73,12 +73,11 @@ def test_workers_are_dealt_to_the_cores(monkeypatch, workers, available, busy, e
     [
         ({0: 0, 1: 1, 2: 0, 3: 1}, 0, (1, 3, 0, 2)),
         ({0: 0, 1: 1, 2: 0, 3: 1}, 1, (0, 2, 1, 3)),
-        ({0: 0, 1: 1, 2: 0, 3: 1}, 7, (0, 1, 2, 3)),
+        ({0: 0, 1: 1, 2: 0, 3: 1}, 7, None),
         ({4: 0, 7: None, 9: 1}, 0, (7, 9, 4)),
-        ({0: None, 1: None}, 0, (0, 1)),
-        ({}, 0, ()),
+        ({0: None, 1: None}, 0, None),
+        ({0: 0}, 0, None),
     ],
 )
-def test_workers_on_other_cores_than_the_trainers_are_asked_first(monkeypatch, preferred, here, expected):
-    monkeypatch.setattr(cores, "current_core", lambda: here)
-    assert cores.AskingOrder(preferred).now() == expected
+def test_workers_on_other_cores_than_the_trainers_are_asked_first(preferred, here, expected):
+    assert cores.asking_orders(preferred).get(here) == expected

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from multienv._engine.asking.fanout import FanOut, Round, resumed
-from multienv._engine.asking.members import AutoresetHook
+from multienv._engine.asking.fanout import FanOut, resumed
+from multienv._engine.asking.members import AutoresetHook, Round
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.messages import Call, Message, Render

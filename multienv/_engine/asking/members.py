@@ -9,11 +9,14 @@ executor meanwhile.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from multienv._engine import interrupts
+from multienv._engine.processes.channel import Channel
 from multienv._engine.recovery.hot_path import MISSING
 from multienv._engine.recovery.state_machine import RecoveryDue
 from multienv._engine.sometimes import sometimes
@@ -73,51 +76,106 @@ class InThread(NamedTuple):
     call: Callable[[], object]
 
 
-class AnyRound(Protocol):
-    """Holds requests to members, and the answers and failures so far.
+@dataclass(slots=True, eq=False)
+class Requests:
+    """Holds the requests of one call to some envs, or to some members. Each env in flight may be in another.
 
     Attributes:
-        waits: Asked and answered in one call of the caller's; else in two halves.
-        answers: Of each member; ``None`` if it failed.
+        name: What the caller called.
+        envs: The envs, or members, that are asked.
+        contents: For each of them an action, a message, or, of a reset, :class:`InThread`. To take actions out one by
+            one takes as long as to send them, so it is done only if one of them is looked at.
+    """
+
+    name: str
+    envs: Collection[int]
+    contents: Sequence[Any]
+    _places: dict[int, int] | None = None
+
+    def content(self, env: int) -> Any:
+        """Return what this env, or member, is asked."""
+        return self.contents[self._by_env()[env]]
+
+    def _by_env(self) -> dict[int, int]:
+        """Return the place of each env."""
+        if self._places is None:
+            self._places = {env: place for place, env in enumerate(self.envs)}
+        return self._places
+
+    def rows(self, envs: Sequence[int]) -> Any:
+        """Return the actions of these envs as one array, if they lie in one and follow each other; else ``None``."""
+        array, places = getattr(self.contents, "array", None), self._by_env()
+        begin = places[envs[0]]
+        end = begin + len(envs)
+        return array[begin:end] if array is not None and [*map(places.get, envs)] == [*range(begin, end)] else None
+
+    def is_whole_step(self, member: int) -> bool:
+        """Tell whether a member is asked to step all of its envs."""
+        return self.name == "step" and not isinstance(self.content(member), StepOfSome)
+
+
+@dataclass(slots=True, eq=False)
+class Round:
+    """Holds what members were asked, and what has come of it so far.
+
+    In the round of a call each member is asked once: a step of all, say. In the round of members *in flight* each is
+    asked again as soon as its answer was taken.
+
+    Attributes:
+        name: What the caller called; ``""``: the members are in flight.
+        requests: For each member that is asked, where its request is held. Members that are left alone are not in it.
+        waits: Asked and answered in one call of the caller's; else in two halves, or in flight.
+        flight: An ``InFlight``, by which members in flight are asked and heard; ``None``: of a call.
+        resumed: It was broken off, and a later call completes it.
+        sending: Members that are being asked; ``()``: all are asked.
+        is_broken: An exception of a signal handler has left a call; the next one counts its workers as lost.
+        answers: Member → its answer, ``None`` if it failed. A member whose answer is missing is not in it.
         failures: Member → what it raised.
         tasks: Member → the call that a thread makes for it.
         endings: Member → what the autoreset hook has kept of a step that ended an episode.
-        sending: Members that are being asked; ``()``: all are asked.
-        is_broken: An exception of a signal handler has left a call; the next one counts its workers as lost.
-        is_supervised: It asks supervisors; else it makes calls that block.
     """
 
+    name: str
+    requests: dict[int, Requests]
     waits: bool
-    answers: Any
-    failures: dict[int, BaseException]
-    tasks: dict[int, Task]
-    endings: dict[int, Any]
-    sending: Collection[int]
-    is_broken: bool
+    flight: Any = None
+    resumed: bool = False
+    sending: Collection[int] = ()
+    is_broken: bool = False
+    answers: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, BaseException] = field(default_factory=dict)
+    tasks: dict[int, Task] = field(default_factory=dict)
+    endings: dict[int, Any] = field(default_factory=dict)
 
     @property
-    def is_supervised(self) -> bool: ...
+    def is_interrupted(self) -> bool:
+        """Tell whether any later call completes this unfinished round: its call, or a wait for it, was interrupted."""
+        return self.waits or self.resumed
 
     def request(self, member: int) -> tuple[str, Any]:
         """Return what a member is asked: name and content."""
-
-    def asks(self, member: int, nothing: Any) -> bool:
-        """Tell whether a member is asked something, by whatever ``nothing`` stands for."""
+        request = self.requests[member]
+        return request.name, request.content(member)
 
     def misses(self, member: int) -> bool:
         """Tell whether a member was asked and its answer is missing."""
+        return member in self.requests and member not in self.answers
 
-    def take_back(self) -> bool:
-        """Forget the requests of the members that are being asked; return whether nothing else is asked."""
+    def forget(self, members: Collection[int]) -> None:
+        """Forget the requests of these members, and what has come of them. Again does nothing."""
+        for held in (self.requests, self.answers, self.failures, self.tasks, self.endings):
+            if held:
+                for member in members:
+                    held.pop(member, None)
 
-    def leave_to_thread(self, member: int) -> Callable[[], object] | None:
-        """Note that a thread takes care of a member; return what is called when it has ended."""
-
-    def look_after(self, member: int) -> None:
-        """Note that a member has been asked something else."""
-
-    def refusal(self, asked: str) -> str:
-        """Return why a member that was asked for ``asked`` here is not asked elsewhere before its answer is taken."""
+    def refusal(self, member: int) -> str:
+        """Return why a member that is asked here is not asked elsewhere before its answer is taken."""
+        asked = self.requests[member].name
+        if self.flight is not None:
+            return f"its {asked}() is under way; recv() of the envs that it belongs to gives the result."
+        if self.waits:
+            return f"{asked}() was interrupted elsewhere. Call it again there for its outcome, or reset() there."
+        return f"{asked} is pending. Call {asked}_wait() first."
 
 
 class Owner(Protocol):
@@ -138,7 +196,6 @@ class Members:
         autoreset: Makes resets of steps and lets resets follow them.
         threads: Of the executor; ``None``: one for each member.
         name: Of the threads.
-        nothing: The request that leaves a member alone.
 
     Attributes:
         supervisors: Of the members that have one, ``None`` for the others.
@@ -159,14 +216,12 @@ class Members:
         autoreset: AutoresetHook | None,
         threads: int | None,
         name: str,
-        nothing: Any,
     ) -> None:
         self.supervisors: list[Any] = [None if callable(one) else one for one in members]
         self.blocking = {member: one for member, one in enumerate(members) if callable(one)}
-        self.nothing = nothing
         self.leaves_ends = autoreset is not None and autoreset.leaves_ends
         self.recovers_here = len(members) == 1 and not self.blocking
-        self.asked: Any = None  # AnyRound
+        self.asked: Round | None = None
         self.me = weakref.ref(owner)
         self._autoreset = autoreset
         self._threads = min(threads or len(members), len(members))
@@ -194,7 +249,7 @@ class Members:
         for reporter in self.reporters:
             reporter.call_hooks()
 
-    def lose(self, current: AnyRound) -> bool:
+    def lose(self, current: Round) -> bool:
         """Count as lost the workers of a call that was broken off, and whose answers are missing.
 
         Returns:
@@ -208,11 +263,11 @@ class Members:
                 continue
             if member in sending or (not sending and current.misses(member)):
                 supervisor.lose(keeps_request=not sending)
-        is_undone = bool(sending) and current.take_back()
-        current.is_broken = False
-        return is_undone
+        current.forget(sending)
+        current.sending, current.is_broken = (), False
+        return bool(sending) and current.flight is None
 
-    def collect(self, current: AnyRound, ready: Collection[int], *, recovers: bool = False) -> None:
+    def collect(self, current: Round, ready: Collection[int], *, recovers: bool = False) -> None:
         """Take the answers of members of which something can be taken.
 
         Args:
@@ -228,7 +283,7 @@ class Members:
                 # If nothing is pending, a thread has collected it, or a call that was broken off then.
                 is_pending = is_asked(current, supervisor)
                 answer = supervisor.collect(None, recovers) if is_pending else supervisor.resume()
-                if self._autoreset is not None and current.request(member)[0] == "step":
+                if self._autoreset is not None and current.requests[member].name == "step":
                     answer = self._follow(current, member, answer)
                 if answer is not MISSING:
                     current.answers[member] = answer
@@ -239,7 +294,7 @@ class Members:
             except MultienvError as error:
                 self._fail(current, member, error)
 
-    def _follow(self, current: AnyRound, member: int, answer: Any) -> Any:
+    def _follow(self, current: Round, member: int, answer: Any) -> Any:
         """Return what a step comes to, given an answer; MISSING if a request follows."""
         autoreset, supervisor, ended = self._autoreset, self.supervisors[member], current.endings.get(member)
         assert autoreset is not None
@@ -251,10 +306,9 @@ class Members:
             self.begin(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
         else:
             _send(supervisor, name, request, current.waits)
-            current.look_after(member)
         return MISSING
 
-    def send(self, current: AnyRound, member: int) -> None:
+    def send(self, current: Round, member: int) -> None:
         """Send a supervisor's request, or the reset that takes its place."""
         supervisor, (name, request) = self.supervisors[member], current.request(member)
         if supervisor.asked_by is not self.me and not self._takes_over(current, member):
@@ -277,7 +331,7 @@ class Members:
         except MultienvError as error:
             self._fail(current, member, error)
 
-    def _takes_over(self, current: AnyRound, member: int) -> bool:
+    def _takes_over(self, current: Round, member: int) -> bool:
         """Take over a supervisor that another fan-out has asked before: that of an env alone, or of a MultiEnv of it.
 
         If that one was broken off, the answer which the caller has not got must not be passed over: the member fails.
@@ -289,32 +343,62 @@ class Members:
         unfinished = None if other is None else other.members.asked
         if other is not None and unfinished is not None:
             theirs = other.members.supervisors.index(supervisor)
-            if unfinished.asks(theirs, other.members.nothing):
-                name = current.request(member)[0]
+            if theirs in unfinished.requests:
+                name = current.requests[member].name
                 if name != "reset" or not unfinished.waits or len(other.members.supervisors) > 1:
-                    asked = unfinished.request(theirs)[0]
-                    error = CallPendingError(f"{name}(): {unfinished.refusal(asked)}", asked)
-                    self._fail(current, member, error)
+                    refusal, asked = unfinished.refusal(theirs), unfinished.requests[theirs].name
+                    self._fail(current, member, CallPendingError(f"{name}(): {refusal}", asked))
                     return False
                 other.drop()
         supervisor.asked_by = self.me
         return True
 
-    def begin(self, current: AnyRound, member: int, call: Callable[[], Any]) -> None:
+    def begin(self, current: Round, member: int, call: Callable[[], Any]) -> None:
         """Begin a call for a member in a thread of the executor."""
         self.note(current, member, call)
         current.tasks[member].start(self.pool)
 
-    def note(self, current: AnyRound, member: int, call: Callable[[], Any]) -> None:
+    def note(self, current: Round, member: int, call: Callable[[], Any]) -> None:
         """Note a call that a thread is to make for a member."""
-        current.tasks[member] = Task(call, current.leave_to_thread(member))
+        current.tasks[member] = Task(call, current.flight and current.flight.leave_to_thread(member))
 
-    def start(self, current: AnyRound) -> None:
+    def look(
+        self, current: Round, members: Iterable[int], now: float
+    ) -> tuple[list[int], dict[int, tuple[Channel, int]], float]:
+        """Look at members that are asked; leave those that are overdue to threads, side by side.
+
+        Returns:
+            Those of which something can be taken; channel and number of the request of each that has a process and is
+            not overdue, whether it has answered or not; and when the next one is overdue.
+        """
+        ready: list[int] = []
+        asked: dict[int, tuple[Channel, int]] = {}
+        wake = inf
+        for member in members:
+            if not current.misses(member) or member in current.tasks or member in self.blocking:
+                continue
+            supervisor = self.supervisors[member]
+            waited = supervisor.waiting() if is_asked(current, supervisor) else None
+            if waited is None:
+                ready.append(member)
+                continue
+            channel, number, due = waited
+            if channel.answered(number):
+                ready.append(member)
+            elif now < due:
+                wake = min(wake, due)
+            else:
+                self.begin(current, member, supervisor.resume)
+                continue
+            asked[member] = channel, number
+        return ready, asked, wake
+
+    def start(self, current: Round) -> None:
         """Begin the calls that are noted, in threads; again does nothing."""
         for task in list(current.tasks.values()):
             task.start(self.pool)
 
-    def ended(self, current: AnyRound) -> list[int]:
+    def ended(self, current: Round) -> list[int]:
         """Return the members whose thread has ended."""
         ended = []
         self.start(current)
@@ -324,12 +408,12 @@ class Members:
                 ended.append(member)
         return ended
 
-    def _end(self, current: AnyRound, member: int, task: Task) -> None:
+    def _end(self, current: Round, member: int, task: Task) -> None:
         """Note how a thread has ended. What it raised is a failure; what a supervisor answered is taken from it later.
 
         An error that is no failure of the env, which stays asked, is raised: no descriptor is left, say.
         """
-        supervised, error = member not in self.blocking and current.is_supervised, task.error
+        supervised, error = member not in self.blocking and member in current.requests, task.error
         is_of_env = isinstance(error, MultienvError) and not isinstance(error, ClusterError | SystemLimitError)
         if error is not None and (is_of_env or not supervised):
             self._fail(current, member, error)
@@ -341,7 +425,7 @@ class Members:
             self._drop_refused(current)
             raise error
 
-    def _drop_refused(self, current: AnyRound) -> None:
+    def _drop_refused(self, current: Round) -> None:
         """Drop the threads that have met the system's limits: their members stay asked, and are tried again.
 
         Else each later call would raise what one of them met before.
@@ -350,8 +434,9 @@ class Members:
             if task.wait(0) and isinstance(task.error, SystemLimitError):
                 del current.tasks[member]
 
-    def _fail(self, current: AnyRound, member: int, error: BaseException) -> None:
-        if self._autoreset is not None and current.request(member)[0] == "step" and isinstance(error, MultienvError):
+    def _fail(self, current: Round, member: int, error: BaseException) -> None:
+        is_step = member in current.requests and current.requests[member].name == "step"
+        if self._autoreset is not None and is_step and isinstance(error, MultienvError):
             self._autoreset.failed(current.endings.get(member), error)
         # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
         current.failures[member] = error.with_traceback(None)
@@ -378,7 +463,7 @@ def breaks(error: BaseException) -> bool:
     return not isinstance(error, MultienvError) and not interrupts.only_waited(error)
 
 
-def is_asked(current: AnyRound, supervisor: Any) -> bool:
+def is_asked(current: Round, supervisor: Any) -> bool:
     """Tell whether what is pending of a supervisor is the request of this round, or a reset in its place."""
     request = supervisor.state.request
     return request is not None and request.waits is current.waits

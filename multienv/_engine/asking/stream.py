@@ -5,7 +5,7 @@ that is ready (``Stream.ready``) until the caller takes it. A worker that is fre
 been given a request, and its others are left alone.
 
 Most often all that has come is plain answers to steps, and the caller gets all of them at once. Then they are not noted
-as ready: they stay in the round (``InFlight.answers``) until they are handed over. This saves a third of the time.
+as ready: they stay in the round (``Round.answers``) until they are handed over. This saves a third of the time.
 
 **Ctrl-C.** What is given is noted first, and asked from there; what is ready is noted in one go; the owner hands it
 over with the last store before it returns. So an interrupted call has given all or nothing, and has taken all or
@@ -26,8 +26,9 @@ from time import monotonic
 from typing import Any, NoReturn, Protocol
 
 from multienv._engine import interrupts
-from multienv._engine.asking.fanout import FanOut, Round
-from multienv._engine.asking.in_flight import InFlight, ReadyBatch, Requests, Result, results_of
+from multienv._engine.asking.fanout import FanOut
+from multienv._engine.asking.in_flight import InFlight, ReadyBatch, Result, results_of
+from multienv._engine.asking.members import Requests, Round
 from multienv._engine.threads import Bell
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
@@ -51,10 +52,10 @@ class Sharing(Protocol):
     def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the envs of a member that a request concerns."""
 
-    def results(self, current: InFlight) -> dict[int, Result]:
+    def results(self, current: Round) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env; no later request changes it."""
 
-    def ready_batch(self, current: InFlight) -> ReadyBatch | None:
+    def ready_batch(self, current: Round) -> ReadyBatch | None:
         """Return all that came, if it can be handed over as it is; it is plain answers to steps of whole members."""
 
 
@@ -82,11 +83,11 @@ class OneEach:
         """Return the env."""
         return (member,)
 
-    def results(self, current: InFlight) -> dict[int, Result]:
+    def results(self, current: Round) -> dict[int, Result]:
         """Return what came of the requests that are answered."""
         return results_of(current)
 
-    def ready_batch(self, current: InFlight) -> ReadyBatch:
+    def ready_batch(self, current: Round) -> ReadyBatch:
         """Return all that came."""
         members = list(current.answers)
         return ReadyBatch(members, list(current.answers.values()), members)
@@ -116,7 +117,7 @@ class Stream:
         self.reader = 0
         self._is_at_work = False  # carries out what is decided, or asks members
         current = self._begun()
-        self._current = weakref.ref(current)  # it keeps descriptors, and a manager keeps this
+        self._flight = weakref.ref(current.flight)  # it keeps descriptors, and a manager keeps this
         # Env → its request, which is asked, or waits until its worker is free.
         self._given = {
             env: request for member, request in current.requests.items() for env in self._sharing.envs(member, request)
@@ -169,7 +170,8 @@ class Stream:
         """Note what has come as ready; if nothing has, wait for something, by ``time.monotonic()`` until then."""
         self._ask()
         if not self._note():
-            self._round().take(self._fan.members, until)
+            current = self._round()
+            current.flight.take(self._fan.members, current, until)
             self._note()
 
     def first(self, count: int | None, at_most: int | None, timeout: float | None) -> ReadyBatch:
@@ -186,7 +188,8 @@ class Stream:
             UsageError: Fewer results than ``count`` can come.
             WaitTimeout: None is ready in time; nothing is lost.
         """
-        if not (type(count) is type(at_most) is int and 0 < count <= at_most):
+        most: Any = count if at_most is None else at_most
+        if not (type(count) is type(most) is int and 0 < count <= most):
             _check_counts(count, at_most)
         until = inf
         if timeout is not None:
@@ -223,7 +226,7 @@ class Stream:
         """Take what has come, without a wait. Return it if it is plain and all that the caller gets; else note it."""
         current = self._round()
         is_first = not (self._ready or current.answers)
-        is_plain = current.take(self._fan.members, -inf)
+        is_plain = current.flight.take(self._fan.members, current, -inf)
         if is_first and is_plain and current.answers:
             ready = self._sharing.ready_batch(current)
             if ready is not None and wanted <= len(ready.envs) <= most:
@@ -310,9 +313,9 @@ class Stream:
 
     def call_hooks(self) -> None:
         """Call the hooks with what happened meanwhile to envs that are ready."""
-        current = self._current()
-        if current is not None and current.untold:
-            self._round().call_hooks(self._fan.members)
+        flight = self._flight()
+        if flight is not None and flight.untold:
+            self._round().flight.call_hooks(self._fan.members)
 
     def count_seconds(self) -> None:
         """Count the seconds since the last time, before it is decided that an env changes from one place to another."""
@@ -342,7 +345,7 @@ class Stream:
         for env in envs:
             held.pop(env, None)
         current = self._fan.members.asked
-        if members and isinstance(current, InFlight):
+        if members and current is not None and current.flight is not None:
             current.forget(members)
 
     # --- members ------------------------------------------------------------------------------------
@@ -364,7 +367,7 @@ class Stream:
             current = self._round()
             asked, due, given = current.requests, self._sharing.due, self._given
             if steps is not None and asked.keys().isdisjoint(steps):  # none is left out by a reset under way
-                current.send(self._fan.members, steps, actions)
+                current.flight.send(self._fan.members, current, steps, actions)
             else:
                 requests = {
                     member: request
@@ -372,7 +375,7 @@ class Stream:
                     if member not in asked and (request := due(member, given)) is not None
                 }
                 if requests:
-                    current.send(self._fan.members, requests)
+                    current.flight.send(self._fan.members, current, requests)
             self._due.clear()
         finally:
             self._is_at_work = False
@@ -389,9 +392,9 @@ class Stream:
         self._carry_out()
         return True
 
-    def _round(self) -> InFlight:
+    def _round(self) -> Round:
         current = self._fan.unfinished
-        if not isinstance(current, InFlight) or current is not self._current():
+        if current is None or current.flight is None or current.flight is not self._flight():
             if self._fan.members.bell is None:
                 raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
             raise CallPendingError(
@@ -401,13 +404,14 @@ class Stream:
             )
         return current
 
-    def _begun(self) -> InFlight:
+    def _begun(self) -> Round:
         """Return the round in flight; it goes on with a call in two halves that is pending."""
-        members, pending = self._fan.members, self._fan.unfinished
-        if isinstance(pending, InFlight):
-            return pending
-        members.bell = members.bell or Bell()
-        current = members.asked = InFlight(members.bell, pending, members.nothing)
+        members, current = self._fan.members, self._fan.unfinished or Round("", {}, waits=False)
+        if current.flight is None:
+            members.bell = members.bell or Bell()
+            for task in current.tasks.values():
+                task.notify(members.bell.ring)
+            current = members.asked = replace(current, name="", flight=InFlight(members.bell))
         return current
 
 
@@ -457,36 +461,30 @@ class OwnPace:
         """
         if self.stream is None:
             current = self._fan.unfinished
-            if isinstance(current, Round) and not self.is_beginning():
+            if current is not None and current.flight is None and not self.is_beginning():
                 self._fan.finish_interrupted(name, note)
             self.stream = Stream(self._fan, self._sharing)
         return self.stream
 
     def finish_interrupted(self, name: str, note: Callable[[Round], None] | None = None) -> None:
         """Give all envs back to the caller, and finish what an earlier call has left; arguments: see :meth:`begin`."""
-        self.end_stream(name)
-        self._fan.finish_interrupted(name, note)
-
-    def end_stream(self, name: str) -> None:
-        """Give all envs back to the caller."""
         current = self._fan.unfinished
-        if isinstance(current, InFlight):
+        if current is not None and current.flight is not None:
             stream = self.stream or Stream(self._fan, self._sharing)
             stream.end(name)
             self._seconds, self.stream = self._with_those_of(stream), None
-            current.end()
+            current.flight.end()
             self._fan.forget()
+        self._fan.finish_interrupted(name, note)
 
     def idle(self, note: Callable[[Round], None] | None = None) -> list[int]:
         """Return the envs that wait for an action: all but those that are under way; ``note``: see :meth:`begin`."""
         current, busy = self._fan.unfinished, set[int]()
         if self.stream is not None:
             busy = {*self.stream.given, *self.stream.ready}
-        elif self.is_beginning():
-            asked = range(len(current.requests))
-            requests = Requests(current.name, asked, current.requests)
-            busy = {env for member in asked for env in self._sharing.envs(member, requests)}
-        elif isinstance(current, Round):
+        elif current is not None and self.is_beginning():
+            busy = {env for member, asked in current.requests.items() for env in self._sharing.envs(member, asked)}
+        elif current is not None and current.flight is None:
             self._fan.finish_interrupted("idle_envs", note)
         return [env for env in range(self._sharing.count) if env not in busy]
 

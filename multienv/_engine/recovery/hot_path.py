@@ -159,10 +159,10 @@ def ask(
         supervisors: Each a ``Supervisor``; of all members.
         members: Which of them, in this order.
         begin: The place in ``members`` to begin at.
-        actions: One for each member; ``nothing`` leaves it alone. With ``watched`` one for each of ``members``.
+        actions: One for each supervisor. With ``watched`` one for each of ``members``.
         state: ``STEPPING`` or ``STEPPING_ASYNC``.
         asker: What asked each worker last, as its ``asked_by`` says.
-        nothing: The action that leaves a member alone.
+        nothing: The action of a member that is not asked: the caller sees to it.
         watched: Of workers that go at their own pace. One whose process is not watched is not asked plainly.
 
     Returns:
@@ -170,36 +170,36 @@ def ask(
     """
     for place in range(begin, len(members)):
         member = members[place]
-        action = actions[member if watched is None else place]
-        if action is not nothing:
-            supervisor = supervisors[member]
-            with supervisor.lock:
-                if supervisor.state is not RUNNING or supervisor.asked_by is not asker or supervisor.maintenance.is_due:
+        supervisor, action = supervisors[member], actions[member if watched is None else place]
+        if action is nothing:
+            return place
+        with supervisor.lock:
+            if supervisor.state is not RUNNING or supervisor.asked_by is not asker or supervisor.maintenance.is_due:
+                return place
+            buffers, number, pending = supervisor.buffers, supervisor.position.number + 1, supervisor.pending
+            try:
+                buffers.encode(number, action)
+            except MultienvError:  # the supervisor raises it once more
+                return place
+            words = buffers.words
+            if watched is not None:
+                known: Any = watched.known.get(member)
+                if known is not words:
                     return place
-                buffers, number, pending = supervisor.buffers, supervisor.position.number + 1, supervisor.pending
-                try:
-                    buffers.encode(number, action)
-                except MultienvError:  # the supervisor raises it once more
-                    return place
-                words = buffers.words
-                if watched is not None:
-                    known: Any = watched.known.get(member)
-                    if known is not words:
-                        return place
-                    watched.asked[member] = words, number
-                    words[TRAINER_SLEEPS] = watched.sleeps
-                limit = pending.limit = pending.step_limit
-                pending.until = None if limit is None else monotonic() + limit
-                supervisor.state = state
-                words[REQUEST] = number
-                if words[WORKER_SLEEPS]:
-                    buffers.ring(number)
+                watched.asked[member] = words, number
+                words[TRAINER_SLEEPS] = watched.sleeps
+            limit = pending.limit = pending.step_limit
+            pending.until = None if limit is None else monotonic() + limit
+            supervisor.state = state
+            words[REQUEST] = number
+            if words[WORKER_SLEEPS]:
+                buffers.ring(number)
     return len(members)
 
 
 def take(  # noqa: C901 - one loop, because each call counts here
     supervisors: Sequence[Any],
-    members: Sequence[int],
+    members: Sequence[int] | dict[int, Any],
     answers: Any,
     state: State,
     leaves_ends: bool = False,
@@ -211,18 +211,15 @@ def take(  # noqa: C901 - one loop, because each call counts here
     Args:
         supervisors: Each a ``Supervisor``; of all members.
         members: Which of them, in the order in which they were asked.
-        answers: A list with one for each member, of which those that are ``MISSING`` are looked at; or a dict for
-            those of ``members``.
+        answers: Where the answers are put, by member.
         state: That of a worker whose answer may be taken.
         leaves_ends: Leave the answer that ends an episode with its supervisor.
 
     Returns:
         Whether an answer is left, because it is not plain, or its process is slow or has ended.
     """
-    is_left, until, is_list = False, None, type(answers) is list
+    is_left, until = False, None
     for member in reversed(members):
-        if is_list and answers[member] is not MISSING:
-            continue
         supervisor = supervisors[member]
         with supervisor.lock:
             if supervisor.state is not state:
