@@ -44,7 +44,7 @@ def run_command(arguments: Sequence[str]) -> None:
     add("-m", dest="is_module", action="store_true", help="run a module or package, as `python -m` does")
     add("--max-rss", metavar="SIZE", help="replace a worker process that takes more memory, such as 2GiB")
     add("--step-deadline", metavar="SECONDS", type="float", help="replace one whose step takes longer")
-    add("--envs-per-worker", metavar="N", type="int", default=0, help="envs that share a process; 1 for one each")
+    add("--envs-per-worker", metavar="N", type="int", default=1, help="envs that share a process; 0: as suits it")
     add("--serial", action="store_true", help="also in place of SyncVectorEnv and DummyVecEnv")
     add("--single", action="store_true", help="also what gymnasium.make() returns: each env in a worker of its own")
     add("--summary", metavar="FILE", help="write what the last line says as JSON; $NAME is a variable, such as $RANK")

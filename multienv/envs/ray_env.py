@@ -16,6 +16,7 @@ from multienv._engine.building.building import (
     checked_threads,
     listed_env_fns,
 )
+from multienv._engine.building.module_state import module_values
 from multienv._engine.cluster.fleet import Fleet, RelayLauncher
 from multienv._engine.interrupts import finalizer
 from multienv._engine.processes.launcher import Preload, method_of
@@ -58,7 +59,7 @@ class Nodes:
     def setting(self) -> Setting:
         """Return what a worker takes from the trainer; path, directory and environment are those of its node."""
         authkey = bytes(multiprocessing.current_process().authkey)
-        return Setting((), arguments(), "", None, registrations(), authkey, main=main_script())
+        return Setting((), arguments(), "", None, registrations(), authkey, main=main_script(), values=module_values())
 
 
 class RayEnv(SupervisedEnv):

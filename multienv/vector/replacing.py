@@ -11,14 +11,13 @@ Workers are not affected. What refers to a stand-in is pickled by the name of th
 from __future__ import annotations
 
 import functools
-import importlib.abc
+import importlib
 import inspect
 import logging
 import sys
 from abc import ABCMeta
 from collections import Counter
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -28,6 +27,7 @@ import numpy as np
 from multienv._engine.building.building import Processes, WorkerOptions, Workers
 from multienv._engine.interrupts import runs_user_code
 from multienv._engine.reports.texts import signal_name
+from multienv._engine.worker.module_values import AfterImport
 from multienv.config import takes_options_of
 from multienv.envs.subprocess_env import SubprocessEnv
 from multienv.errors import UsageError, first_line
@@ -71,7 +71,7 @@ def replace_vector_envs(
     *,
     serial: bool = False,
     single: bool = False,
-    envs_per_worker: int | str = "auto",
+    envs_per_worker: int | str = 1,
     **options: Unpack[WorkerOptions],
 ) -> ReplacedVectorEnvs:
     """Put multienv's classes under the names of gymnasium's and Stable-Baselines3's: what ``multienv run`` does.
@@ -94,7 +94,7 @@ def replace_vector_envs(
         serial: Replace also ``SyncVectorEnv`` and ``DummyVecEnv``, which step their envs in the trainer's process. One
             that is given an env that exists already stays as it is.
         single: Replace also ``gymnasium.make``: each env that it returns is a :class:`SubprocessEnv`.
-        envs_per_worker: For all vector envs that are made so. See :class:`SubprocessVectorEnv`.
+        envs_per_worker: For all vector envs that are made so; ``"auto"`` is faster. See :class:`SubprocessVectorEnv`.
         **options: For all envs that are made so. See :class:`~multienv.WorkerOptions`.
 
     Returns:
@@ -122,7 +122,7 @@ class ReplacedVectorEnvs:
         self._made: list[int] = []
         self._losses: list[str] = []
         self._outcomes: list[str] = []
-        self._finder = _AfterImport({_ADAPTER, *(kind.module for kind in kinds)}, self)
+        self._finder = AfterImport({_ADAPTER, *(kind.module for kind in kinds)}, lambda _: self.replace_imported())
         sys.meta_path.insert(0, self._finder)
         self.replace_imported()
         if single:
@@ -262,37 +262,6 @@ class _StandIn(ABCMeta):
         except (UsageError, TypeError) as error:  # TypeError: an argument is unknown, or the env is no gymnasium.Env
             say(f"{original.__name__} is {original.__module__.partition('.')[0]}'s own here: {first_line(error)}")
         return original(*arguments, **named)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Has classes replaced right after modules have been executed.
-
-    Args:
-        names: Of the modules.
-        replaced: Replaces what is imported.
-    """
-
-    def __init__(self, names: set[str], replaced: ReplacedVectorEnvs) -> None:
-        self._names, self._replaced = names, replaced
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return what the finders after this one find, with a loader that replaces classes at its end."""
-        if fullname not in self._names:
-            return None
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((one for one in found if one is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self._replaced.replace_imported()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 def _swap(old: Any, new: Any) -> None:

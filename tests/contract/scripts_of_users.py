@@ -1,8 +1,8 @@
 """Scripts as users write them: each has something at its top that an env of the script uses.
 
 ``BY_VALUE``: all of it travels to a worker, from anywhere: a file without a main guard, standard input, a notebook.
-``BY_NAME``: some of it cannot, or it sets something in a module or a library; the worker imports the script, which is a
-file with a main guard.
+``BY_NAME``: some of it cannot, or it tells a library something; the worker imports the script, which is a file with a
+main guard.
 
 A script defines ``Env``, or ``make``, which builds one; ``value(action)`` is what it observes, ``info()`` its info. The
 names that they use are imported by ``HEAD``.
@@ -44,6 +44,31 @@ class Env(SmallEnv):
 """
 
 BY_VALUE = {
+    "settings of modules": """
+import small_env, small_settings
+from small_settings import TABLE
+small_env.gravity = 9.81
+with open(os.devnull) as file:
+    small_env.SmallEnv.mass = 3
+np.seterr(all="raise")
+setattr(small_settings, "A", 2.5)
+small_settings.configure(7)
+TABLE.update(k=5)
+vars(small_settings)["E"] = [1, 2]
+def main():
+    import small_settings as settings
+    settings.Options.speed = 11
+main()
+class Env(SmallEnv):
+    def value(self, a):
+        import small_settings as there
+        parts = [there.A, there.B, there.TABLE["k"], there.seen()["k"], len(there.E), there.Options.speed]
+        try:
+            return small_env.gravity * self.mass / (np.float64(a) - 1)
+        except FloatingPointError:
+            assert there.OWN_PROCESS == os.getpid()
+            return small_env.gravity + sum(2**i * part for i, part in enumerate(parts))
+""",
     "library by its path": DECLARED.format(path='os.path.abspath("sim.so")'),
     "library by a relative path": DECLARED.format(path='"./sim.so"'),
     "library that the loader finds": """
@@ -347,25 +372,22 @@ def make(): return gymnasium.wrappers.TimeLimit(Scale(Env()), 5)
 }
 
 BY_NAME = {
-    "settings of modules": """
-import small_env
-small_env.gravity = 9.81
-with open(os.devnull) as file:
-    small_env.SmallEnv.mass = 3
-np.seterr(all="raise")
+    "settings of modules that the script alone shows": """
+import small_settings as settings
+gymnasium.logger.min_level = 40
+def main():
+    settings.array[0] = 4.0
+main()
 class Env(SmallEnv):
     def value(self, a):
-        try:
-            return small_env.gravity * self.mass / (np.float64(a) - 1)
-        except FloatingPointError:
-            return small_env.gravity
+        return gymnasium.logger.min_level + settings.array[0]
 """,
     "library with settings": """
 import ctypes
 LIB = ctypes.CDLL(os.path.abspath("sim.so"))
 LIB.sim_init.argtypes = [ctypes.c_double]
 LIB.sim_gravity.restype = ctypes.c_double
-LIB.sim_init(9.81)
+code = LIB.sim_init(9.81)
 class Env(SmallEnv):
     def value(self, a):
         return a * LIB.sim_gravity()

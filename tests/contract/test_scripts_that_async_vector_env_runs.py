@@ -75,7 +75,7 @@ def test_script_without_file_and_guard_runs(name: str, folder: Path) -> None:
 
 # Each shows something else; the others are more kinds of what cannot travel.
 SOME_BY_NAME = (
-    "settings of modules",
+    "settings of modules that the script alone shows",
     "library with settings",
     "classes of two worlds",
     "lambda that uses a lock, and what is defined below the guard",
@@ -95,14 +95,25 @@ def test_script_with_what_cannot_travel_runs_if_it_has_a_guard(name: str, folder
 
 def test_script_whose_settings_workers_do_not_have_is_told_of_once(folder: Path) -> None:
     """Envs that are made above the guard would be made in each worker, too, if it imported the script."""
-    body = BY_NAME["settings of modules"]
+    body = f"""{BY_NAME["library with settings"]}
+import small_env
+small_env.gravity = Env
+"""
     done = run(section("here", body) + section("again", "") + f"{GUARD}pass\n", folder)
     assert done.returncode == 0, done.stderr
     lines = (HEAD + body).splitlines()
-    for line in ("small_env.gravity = 9.81", "    small_env.SmallEnv.mass = 3", 'np.seterr(all="raise")'):
+    for line in ("code = LIB.sim_init(9.81)", "small_env.gravity = Env"):
         told = f"the_script.py, line {lines.index(line) + 1}: this sets something in this process alone."
         assert done.stderr.count(told) == 1, done.stderr
-    assert done.stderr.count("this sets something") == 3
+    assert done.stderr.count("this sets something") == 2
+
+
+def test_import_of_a_script_is_told_of_once(folder: Path) -> None:
+    body = BY_NAME["library with settings"]
+    done = run(section("here", body, GUARD) + section("again", "", GUARD), folder)
+    line = (HEAD + body).splitlines().index("code = LIB.sim_init(9.81)") + 1
+    told = f"the_script.py, line {line}: workers have to do this, too, so they import the script"
+    assert done.stderr.count(told) == 1, done.stderr
 
 
 @pytest.mark.ci

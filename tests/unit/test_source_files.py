@@ -93,4 +93,4 @@ def test_an_object_that_only_says_that_it_is_a_module_is_passed_over(
 ) -> None:
     monkeypatch.setitem(sys.modules, "noted_module", SaysThatItIsAModule())
     assert str(module) not in files_of(noted(0))
-    assert not imports._is_installed(SaysThatItIsAModule())
+    assert not imports.is_installed(SaysThatItIsAModule())

@@ -18,6 +18,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv._engine import interrupts
+from multienv._engine.building.module_state import module_values
 from multienv._engine.building.pickling import pickled_env_fns
 from multienv._engine.building.process_seeds import ProcessSeeds, seeds_of_trainer
 from multienv._engine.cores import busy_cores
@@ -101,6 +102,7 @@ class Processes:
             authkey=bytes(multiprocessing.current_process().authkey),
             main=main_script(),
             limits=limits_of_workers(),
+            values=module_values(),
         )
 
 

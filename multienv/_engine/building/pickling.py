@@ -6,14 +6,13 @@ import contextlib
 import io
 import logging
 import pickle
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
-from multienv._engine.building.main_lines import found_in, is_below_guard
+from multienv._engine.building.module_state import is_below_guard, lines_to_import, main_file
 from multienv._engine.building.unpicklable import culprit_in
 from multienv._engine.wire.messages import workers_import_main
 from multienv._engine.wire.reducers import LruCache, PickledCall, Pickler
@@ -32,6 +31,11 @@ from multienv.errors import UsageError
 
 logger = logging.getLogger("multienv")
 
+_IMPORTED = "workers have to do this, too, so they import the script, with all that it does at its top."
+_NOT_DONE = (
+    "this sets something in this process alone. If the envs need it, do it where they are made, or make the envs below "
+    "`if __name__ == '__main__':`; then the workers import the script."
+)
 _BufferCallback = Callable[[pickle.PickleBuffer], bool]
 _Pickled = tuple[bytes, list[memoryview]]
 
@@ -90,8 +94,8 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
     """Pickle the functions that build envs, with what they need of the main script.
 
     Unpickled, it is the tuple; ``__main__`` then has the functions and classes of the main script that travelled with
-    it, and entry points of registered envs if they can be pickled. If that is impossible, or if the script sets
-    something in a module or a C library at its top, the worker imports the script.
+    it, and entry points of registered envs if they can be pickled. If that is impossible, or if the script tells
+    a C library something at its top, the worker imports the script.
 
     Args:
         env_fns: The functions.
@@ -103,14 +107,15 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
     Raises:
         UsageError: A function cannot be pickled, and there is no script to import.
     """
-    file = str(getattr(sys.modules.get("__main__"), "__file__", None))
-    lines = found_in(file)
-    if lines and is_below_guard(file):
-        told = f"{file}, line {lines[0]}: this sets something in a module or a library, and the envs may need it."
+    file, lines = main_file(), lines_to_import()
+    if lines and is_below_guard():
+        told = f"{file}, line {lines[0]}: workers have to do this, too."
         with contextlib.suppress(Exception):
-            return _by_name(env_fns, told, least)
+            data = _by_name(env_fns, told, least)
+            _tell(file, lines[0], _IMPORTED)
+            return data
     for line in lines:
-        _tell(file, line)
+        _tell(file, line, _NOT_DONE)
     registered, failure = registered_in_main(), None
     for names in (registered, {}) if registered else ({},):
         try:
@@ -125,14 +130,9 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
 
 
 @cache
-def _tell(file: str, line: int) -> None:
-    """Log that workers do not run a line of the main script; once."""
-    logger.warning(
-        "%s, line %d: this sets something in this process alone. If the envs need it, do it where they are made, or "
-        "make the envs below `if __name__ == '__main__':`; then the workers import the script.",
-        file,
-        line,
-    )
+def _tell(file: str, line: int, text: str) -> None:
+    """Log what becomes of a line of the main script in workers; once."""
+    logger.warning("%s, line %d: %s", file, line, text)
 
 
 def _by_name(env_fns: tuple[Any, ...], told: str, least: int | None) -> _Pickled:

@@ -150,7 +150,7 @@ _preloads: weakref.WeakValueDictionary[str, Preload] = weakref.WeakValueDictiona
 
 def preload_of(names: Sequence[str], setting: Setting, seconds: float | None) -> Preload:
     """Return the same object for the same modules in the same surroundings; see :class:`Preload`."""
-    setting = replace(setting, main=MainScript(), registrations=b"")  # for workers only
+    setting = replace(setting, main=MainScript(), registrations=b"", values=b"")  # for workers only
     key = repr((names, setting, seconds))
     return _preloads.get(key) or _preloads.setdefault(key, Preload(names, setting, seconds))
 

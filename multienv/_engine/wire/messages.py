@@ -45,6 +45,7 @@ class Setting:
         variables: Of this worker alone, put over the environment: ``worker_env``.
         main: The main script.
         limits: Resource → soft limit, as ``setrlimit`` takes them; of all others the process keeps its own.
+        values: What the trainer has set in modules, pickled: see ``worker.module_values``.
     """
 
     path: tuple[str, ...]
@@ -56,6 +57,7 @@ class Setting:
     variables: Mapping[str, str] = field(default_factory=dict)
     main: MainScript = MainScript()
     limits: Mapping[int, int] = field(default_factory=dict)
+    values: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

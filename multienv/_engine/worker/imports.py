@@ -21,13 +21,13 @@ class BeforeBuild:
     def imports(self) -> Imports:
         """Return what was imported since, and the variables that were set since: imports may depend on them."""
         names = [
-            name for name, module in list(sys.modules.items()) if name not in self._modules and _is_installed(module)
+            name for name, module in list(sys.modules.items()) if name not in self._modules and is_installed(module)
         ]
         variables = {name: value for name, value in os.environ.items() if self._variables.get(name) != value}
         return Imports(tuple(names), variables)
 
 
-def _is_installed(module: object) -> bool:
+def is_installed(module: object) -> bool:
     """Tell whether a module belongs to an installed package; its attributes are not looked up, which may run code."""
     path = vars(module).get("__file__") if issubclass(type(module), ModuleType) else None  # not one that only says so
     return isinstance(path, str) and any(folder in path for folder in _INSTALLED)

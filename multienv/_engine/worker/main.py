@@ -46,6 +46,7 @@ from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv._engine.worker.affinity import Affinity
 from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors
 from multienv._engine.worker.main_module import stand_in
+from multienv._engine.worker.module_values import set_module_values
 from multienv._engine.worker.snapshots import Snapshots, Woken
 from multienv._engine.worker.source_files import noted
 
@@ -328,6 +329,7 @@ def _apply_setting(build: Build, snapshots: Snapshots) -> None:
         take_surroundings(setting)
     elif "TMPDIR" in setting.variables:  # else it is the folder that the monitor has made
         os.environ["TMPDIR"] = setting.variables["TMPDIR"]
+    set_module_values(setting.values)
 
 
 # Whether this process was forked from a template, which has them, and whose imports may have changed them since.
