@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant(
         "The step that was asked again after a loss is not recorded.",
         2,
-        "supervisor:Supervisor._take",
+        "answers:Answers.take",
         "not is_call or is_recorded(message)",
         "(not is_call and message is not None) or is_recorded(message)",
     ),
@@ -551,7 +551,7 @@ MUTANTS = [
         "A replacement by plan takes new envs, whichever recoveries are accepted.",
         3,
         "supervisor:Supervisor.may_begin_anew",
-        "return self.takes_new_envs and (resetting or self.is_between_episodes())",
+        "return self.maintenance.takes_new_envs and (resetting or self.is_between_episodes())",
         "return resetting or self.is_between_episodes()",
         REPLAYED,
     ),

@@ -1,8 +1,8 @@
 """Make the caller's answer from a reply: read the bank and the payload, and write truncations over lost slots.
 
 A single env is a batch of one, whose caller gets only slot 0. A truncation shows the observation that the caller saw
-last, which the worker's position holds. Reading a reply changes nothing, so it can be repeated: the supervisor commits
-the ``Read`` together with the end of the request.
+last, which the worker's position holds. To read a reply once more changes nothing: the supervisor commits the ``Read``
+together with the end of the request.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from multienv._engine.processes.channel import Channel
+from multienv._engine.recovery.pending import Pending
 from multienv._engine.recovery.position import PickledRows, Position
-from multienv._engine.wire.banks import BEGUN, ENDED, FAILED, NOT_RESET, PICKLED_ROWS
+from multienv._engine.recovery.state_machine import Kind, State
+from multienv._engine.sometimes import sometimes
+from multienv._engine.wire.banks import BEGUN, ENDED, FAILED, NOT_RESET, PICKLED_ROWS, entry_of
 from multienv._engine.wire.codecs import Codec, RowsReply, Transition, payload_of
 from multienv._engine.wire.infos import NONE, Extras, Illegible, unpack_extras
-from multienv._engine.wire.messages import Failure, Reset, call_user_code
+from multienv._engine.wire.messages import CALLS, Failure, Reset, call_user_code, is_recorded
 from multienv._engine.wire.segment import Segment
 from multienv.errors import ResultNotPicklableError
 
@@ -28,6 +32,8 @@ ErrorOf = Callable[[int, Failure], Exception]
 # Slot and reason → what info["multienv"] says of a truncation.
 TruncationInfo = Callable[[str], dict[str, Any]]
 Skipped = Sequence[tuple[int, str]]
+# Reason → the error of an env that was lost.
+LostError = Callable[[str], Exception]
 
 
 def unreadable(command: str, error: Exception) -> ResultNotPicklableError:
@@ -51,7 +57,9 @@ class Read:
         number: Of the request.
         evidence, pickled, rest: The payload, see ``ReplyPayload``.
         seen, pickled_rows: The new values of these attributes of ``Position``.
-        ended: A step ended an episode.
+        ended: A step ended the episode of a single env.
+        failed: The request raised as a whole.
+        answer: What the caller gets.
         truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
     """
 
@@ -62,7 +70,18 @@ class Read:
     seen: int
     pickled_rows: PickledRows
     ended: bool = False
+    failed: bool = False
+    answer: Any = None
     truncated_errors: dict[int, Exception] = field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        """Return the number that the position has after it.
+
+        A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows that
+        the caller saw last: its process may die while it writes there.
+        """
+        return self.number if self.seen == self.number else self.number + 1
 
 
 class Answers:
@@ -100,6 +119,65 @@ class Answers:
         self._same_step, self._truncates = same_step, truncates
         self.started = 0
         self.generators: Mapping[int, bytes] = NONE
+
+    def take(self, channel: Channel, number: int, state: State, pending: Pending, lost: LostError | None) -> Read:
+        """Read and journal the reply to the pending request. Raises ``Gone`` if it cannot be decoded.
+
+        Args:
+            channel: Of the process that has answered.
+            number: Of the request.
+            state: The worker's.
+            pending: What the request carries.
+            lost: Builds the error of a slot that a reset skips; ``None``: no process was lost.
+        """
+        segment, request = channel.segment, state.request
+        assert request is not None
+        message = None if request.kind is Kind.STEP else pending.message
+        bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
+        at = self._position
+        read = Read(number, b"", b"", b"", at.seen, at.pickled_rows) if is_call else self.read(segment, number)
+        read.failed = bank.view[2] == FAILED
+        if not is_call or is_recorded(message):  # before anything is laid over the rows
+            payload = pending.payload_of(segment, number, request)
+            entry = entry_of(bank, payload, b"" if read.failed else read.evidence)
+            self._position.journal.log(number, entry, payload if isinstance(message, CALLS) else b"")
+        try:
+            read.answer = call_user_code(partial(self._answer, segment, read, message, state, lost), Illegible)
+        except Illegible as illegible:
+            if read.failed or is_call:  # the reply itself is no pickle
+                sometimes("a reply is unreadable")
+                raise channel.kill(cause="broken", detail=str(illegible)) from illegible
+            read.answer = unreadable(request.name, illegible)
+        if state.skipped or request.left_alone:
+            bank.skipped[:] = 0
+        if read.failed and request.kind is Kind.STEP and self._truncates:
+            read.truncated_errors[0] = read.answer
+            read.answer = self.truncation(segment, ((0, str(read.answer)),))
+        return read
+
+    def _answer(self, segment: Segment, read: Read, message: Any, state: State, lost: LostError | None) -> Any:
+        """Return what the reply to a request shows."""
+        request, skipped = state.request, state.skipped
+        assert request is not None
+        if request.kind is Kind.STEP:
+            return self.step(segment, read, skipped, request.left_alone)
+        if request.kind is Kind.RESET:
+            answer = self.reset(segment, read, message, skipped)
+            if isinstance(answer, RowsReply) and lost is not None:
+                answer.errors |= {slot: lost(reason) for slot, reason in skipped}
+            return answer
+        rest = segment.read_reply_payload(read.number)
+        if read.failed:
+            return self._error_of(-1, pickle.loads(rest))
+        slots = message.slots or range(self._codec.slots)
+        values, errors = call_answer(rest, slots, request.name, self._error_of)
+        if self._codec.verbatim:
+            return errors[0] if 0 in errors else values[0]
+        return values, errors
+
+    def starts(self, number: int) -> list[tuple[int, Mapping[int, bytes]]]:
+        """Return the resets that the reply to request ``number`` tells of: a replay can begin there."""
+        return [(number, self.generators)] if self.started == number else []
 
     def read(self, segment: Segment, number: int) -> Read:
         """Return the reply as bytes. Nothing is unpickled, so nothing can raise."""

@@ -1,23 +1,35 @@
-"""Decide whether a process is replaced by plan between two requests."""
+"""Look after a worker between two requests: count the time of its envs, trim their journal, decide on its process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery.policy import Recycling
+from multienv._engine.recovery.policy import Losses, Recycling
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.reporter import memory_of
 from multienv._engine.recovery.state_machine import Kind, State
 from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOT_SECONDS, SNAPSHOTS, STEP_SECONDS
+from multienv._engine.wire.segment import (
+    LOSS_SECONDS,
+    OBSTACLE,
+    OTHER_SECONDS,
+    SNAPSHOT,
+    SNAPSHOT_SECONDS,
+    SNAPSHOTS,
+    STEP_SECONDS,
+)
 from multienv._engine.worker.census import OBSTACLES
 from multienv.config import RestartPolicy
 
+# Resets where a replay can begin: number of the request, and the state of the generators before it by slot.
+Starts = Iterable[tuple[int, Mapping[int, bytes]]]
+
 
 class Maintenance:
-    """Finds out when the process of a worker is to be replaced.
+    """Looks after a worker: counts the time of its envs, trims their journal, finds when its process is to be replaced.
 
     Args:
         policy: The limits.
@@ -28,6 +40,7 @@ class Maintenance:
         is_due: Something is to be done before the next request.
         recycling_due: Why the process is to be replaced, or ``""``.
         needs_rebuild: Slots that need a new env, because their resets have ended processes.
+        takes_new_envs: The policy takes new envs between two episodes, which remember nothing.
     """
 
     __slots__ = (
@@ -39,6 +52,10 @@ class Maintenance:
     def __init__(self, policy: RestartPolicy, position: Position, *, resets_itself: bool = False) -> None:
         self._policy, self._position, self._resets_itself = policy, position, resets_itself
         self.recycling = Recycling(policy)
+        self.takes_new_envs = (
+            policy.accept != "exact" or policy.recycle_after_episodes is not None or not policy.replays
+        )
+        self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
         self.is_due = False
         self.recycling_due = ""
         self.needs_rebuild: frozenset[int] = frozenset()
@@ -55,17 +72,16 @@ class Maintenance:
         """Return about how many episodes have ended: of several envs, all but one count as ended."""
         return max(0, self._position.episodes - (self._resets_itself or not is_over))
 
-    def note_guilty(self, state: State, skipped: Iterable[tuple[int, str]], ended: Any) -> None:
+    def note_guilty(self, state: State, ended: Any) -> None:
         """Note which envs are to be new ones: their resets have ended processes, wherever the envs came back from.
 
         Args:
-            state: The worker's, while the answer is read.
-            skipped: The slots that took no part in the request.
+            state: The worker's, before the answer is committed.
             ended: Of each slot, whether its episode has ended and the next one has not begun.
         """
         assert state.request is not None
         guilty = {slot for slot, _ in (*state.deaths, *state.killed)}
-        for slot, _ in skipped:
+        for slot, _ in state.skipped:
             is_reset = state.request.kind is Kind.RESET
             if slot in guilty and (is_reset or slot in state.not_reset or ended[slot]):
                 sometimes("an env whose reset ends processes is built anew")
@@ -84,21 +100,36 @@ class Maintenance:
         """Note that the worker was moved to another position, whose steps are counted already."""
         self._steps = self._position.steps
 
-    def took(self, channel: Channel) -> float:
-        """Return the time that the envs took since the last count."""
-        times = channel.segment.times
-        steps, others, step = self._position.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
+    def _count_time(self, channel: Channel, losses: Losses) -> float:
+        """Return the time that the envs took so far."""
+        position, times = self._position, channel.segment.times
+        steps, others, step = position.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
         # The smaller of two: a step may have waited for its core, and the next smoothed time shows that less.
         seconds: float = max(0, steps - self._steps) * min(step, self._step or step) + others - self._others
         self._steps, self._others, self._step = steps, others, step
-        return seconds
+        position.seconds += seconds
+        losses.seconds += seconds
+        if losses.count:
+            times[LOSS_SECONDS] = losses.mean
+        return position.seconds
 
-    def look(self, channel: Channel, is_between: Callable[[], bool]) -> None:
-        """Find out what is due; called after one step in 64, and when an episode ends or begins.
+    def look(self, channel: Channel, losses: Losses, starts: Starts, is_between: Callable[[], bool]) -> None:
+        """Trim the journal, and find out what is due; after one step in 64, and when an episode ends or begins.
 
-        ``is_between`` tells whether no episode runs.
+        Args:
+            channel: To the process.
+            losses: Of the workers of the batch.
+            starts: Resets since the last look, where a replay can begin.
+            is_between: Tells whether no episode runs.
         """
-        position = self._position
+        policy, position, words = self._policy, self._position, channel.segment.words
+        seconds, journal = self._count_time(channel, losses), position.journal
+        for number, generators in starts:
+            for slot, state in generators.items():
+                journal.note_start(slot, number, state, seconds)
+        if journal.recording:
+            limit, longest = policy.journal_limit * journal.slots, policy.replay_limit * journal.slots
+            journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=self._forks and not words[OBSTACLE])
         if self.recycling.wanted and not self.recycling_due:
             is_over = is_between()
             counts = position.steps, self._ended(is_over=is_over), len(position.seeds)

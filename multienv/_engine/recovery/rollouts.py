@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from multienv._engine.recovery.answers import Read, Skipped, TruncationInfo, unreadable
+from multienv._engine.processes.channel import Channel
+from multienv._engine.recovery.answers import Answers, Read, Skipped, TruncationInfo, unreadable
 from multienv._engine.recovery.hot_path import GOES_ON, plain_heads
 from multienv._engine.recovery.position import Position
 from multienv._engine.reports.texts import cause_of
+from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Extras, Illegible, NumberInfos, numbers_in
@@ -40,6 +42,7 @@ class RolloutReply:
         infos: Of each step in which some slot has an info.
         errors: What the envs have raised, by slot; the first of each.
         truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
+        failure: What the policy raised; ``None``: nothing.
         steps: How many steps were made.
         entries: The journal entries of all requests.
         ends: Requests in which episodes of several envs ended, or a single env began one: how many steps were made
@@ -54,6 +57,7 @@ class RolloutReply:
     infos: dict[int, Infos] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
     truncated_errors: list[tuple[int, Exception]] = field(default_factory=list)
+    failure: Failure | None = None
     steps: int = 0
     entries: list[bytes] = field(default_factory=list)
     ends: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)
@@ -61,31 +65,47 @@ class RolloutReply:
     is_over: bool = False
     is_legible: bool = True
 
+    @property
+    def answer(self) -> RolloutReply | PolicyError:
+        """Return what the caller gets."""
+        return self if self.failure is None else policy_error(self.failure, self.steps)
+
+    def count(self, position: Position) -> None:
+        """Count the steps, and the episodes that have ended or begun in them."""
+        before = position.steps
+        for steps, number, slots in self.ends:
+            position.steps = before + steps
+            if position.build.verbatim:
+                position.count_reset(BEGINNING, number)
+            else:
+                position.count_ends(slots)
+                position.journal.note_ends(slots, number)
+        position.steps = before + self.steps
+
 
 class RolloutReader:
     """Reads what a worker answered to a rollout.
 
     Args:
         codec: Of the worker.
-        scratch: A position for this reader alone: what the caller has seen so far within the rollout.
-        answers: Reads the reply to each request there.
+        position: Of the worker.
+        answers: Makes what reads the reply to each request, with a position of its own: what the caller has seen so far
+            within the rollout.
         truncation_info: What ``info["multienv"]`` says of a truncation.
-        same_step: A worker with several envs begins the next episode in the step that ended one.
-        truncates: What an env raises is made a truncation of.
     """
 
     def __init__(
         self,
         codec: Codec,
-        scratch: Position,
-        answers: Any,
+        position: Position,
+        answers: Callable[[Codec, Position], Answers],
         truncation_info: TruncationInfo,
-        *,
-        same_step: bool,
-        truncates: bool,
     ) -> None:
-        self._codec, self._scratch, self._answers, self._truncation_info = codec, scratch, answers, truncation_info
-        self._same_step, self._truncates = same_step, truncates
+        build = position.build
+        self._codec, self._position, self._truncation_info = codec, position, truncation_info
+        self._scratch = Position(build, position.journal)
+        self._answers = answers(codec, self._scratch)
+        self._same_step, self._truncates = build.autoreset == "SAME_STEP", build.truncates_errors
         self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
         self._aside.lay_out(codec.layout)
         # Of replies that hold all there is to tell. That to a step which ended the episode of a single env does not.
@@ -97,6 +117,24 @@ class RolloutReader:
         # Arrays of a batch in a bank; what has none is read step by step.
         self._leaves = leaf_spaces(codec.space) if codec.has_rows else []
 
+    def take(self, channel: Channel, first: int, message: Rollout, skipped: Skipped) -> RolloutReply:
+        """Read and journal the answer; see :meth:`read`. Raises ``Gone`` if it cannot be decoded."""
+        segment, position = channel.segment, self._position
+        try:
+            result = call_user_code(partial(pickle.loads, segment.read_reply_payload(first)), Illegible)
+        except Illegible as illegible:
+            sometimes("the reply to a rollout is unreadable")
+            raise channel.kill(cause="broken", detail=str(illegible)) from illegible
+        if not isinstance(result, RolloutResult):
+            raise channel.kill(cause="broken", detail=f"it answered a rollout by {result!r:.1000}")
+        reply = self.read(first, message, result, skipped)
+        position.journal.cut(position.number)
+        for number, entry in enumerate(reply.entries, first):
+            position.journal.log(number, entry)
+        position.show(segment, reply.shown)
+        segment.banks[first & 1].skipped[:] = 0
+        return reply
+
     def read(self, first: int, message: Rollout, result: RolloutResult, skipped: Skipped) -> RolloutReply:
         """Return the reply.
 
@@ -106,7 +144,8 @@ class RolloutReader:
             result: What was answered; truncations are laid over its banks.
             skipped: The slots that took no part in the first step, or in any, and why.
         """
-        scratch, answers, aside, reply = self._scratch, self._answers, self._aside, RolloutReply()
+        scratch, answers, aside = self._scratch, self._answers, self._aside
+        reply = RolloutReply(failure=result.failure)
         scratch.show(aside, message.shown)
         answers.started = 0
         shown = [self._legible(reply, self._first)]
@@ -132,8 +171,7 @@ class RolloutReader:
             reply.entries.append(entry_of(bank, request_payload, read.evidence))
             take(read, skipped, reply, shown)
             scratch.seen, scratch.pickled_rows = read.seen, read.pickled_rows
-            if answers.started == number:
-                reply.starts.append((number, answers.generators))
+            reply.starts += answers.starts(number)
             if read.seen != number:  # it shows nothing: what was seen last is seen once more
                 scratch.show(aside, {**scratch.shown(aside), "seen": number})
                 bank.rewards[:], bank.terminated[:], bank.truncated[:] = 0.0, False, True

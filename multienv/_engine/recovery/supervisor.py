@@ -17,7 +17,6 @@ import contextlib
 import logging
 import os
 import pickle
-import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,7 +32,7 @@ from multienv._engine import interrupts
 from multienv._engine.processes.channel import Channel, Fate, Gone, SystemErrors
 from multienv._engine.processes.endings import BUSY_PATIENCE, Cut, let_go, log_cuts
 from multienv._engine.processes.worker_process import crowd_seconds
-from multienv._engine.recovery.answers import Answers, Read, call_answer, unreadable
+from multienv._engine.recovery.answers import Answers, Read
 from multienv._engine.recovery.checkpoint import KeptSnapshots, Snapshot, packed, position_at, state_at, unpacked
 from multienv._engine.recovery.deadlines import RequestDeadlines
 from multienv._engine.recovery.hot_path import (
@@ -53,7 +52,7 @@ from multienv._engine.recovery.hot_path import (
 )
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery
-from multienv._engine.recovery.maintenance import Maintenance
+from multienv._engine.recovery.maintenance import Maintenance, Starts
 from multienv._engine.recovery.pending import Pending
 from multienv._engine.recovery.policy import MOST_SNAPSHOTS, RecoveryProgress
 from multienv._engine.recovery.position import Position
@@ -68,7 +67,7 @@ from multienv._engine.recovery.recoverer import (
 )
 from multienv._engine.recovery.replacement import can_replay, replaced
 from multienv._engine.recovery.reporter import Reporter, memory_of
-from multienv._engine.recovery.rollouts import RolloutReader, RolloutReply, policy_error
+from multienv._engine.recovery.rollouts import RolloutReader
 from multienv._engine.recovery.state_machine import (
     Asked,
     BudgetSpent,
@@ -100,12 +99,10 @@ from multienv._engine.recovery.state_machine import (
 from multienv._engine.recovery.way_back import KeptSnapshot, NewEnvs, Replayed, Source
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Lock, beside, close_at_once
-from multienv._engine.wire.banks import FAILED, entry_of
-from multienv._engine.wire.codecs import Codec, RowsReply
+from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Illegible
 from multienv._engine.wire.messages import (
     BEGINNING,
-    CALLS,
     Build,
     Close,
     Description,
@@ -114,14 +111,12 @@ from multienv._engine.wire.messages import (
     Message,
     Reset,
     Rollout,
-    RolloutResult,
     Unpicklable,
     call_user_code,
-    is_recorded,
     pack_message,
     seeds_from,
 )
-from multienv._engine.wire.segment import ASKED, LOSS_SECONDS, OBSTACLE, REPLY, REQUEST, SNAPSHOT, STEP_SECONDS, Segment
+from multienv._engine.wire.segment import ASKED, REPLY, REQUEST, STEP_SECONDS, Segment
 from multienv._engine.worker.starts import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
@@ -273,7 +268,6 @@ class Supervisor:
         self._building = 0  # number of the request that builds the envs for the first time
         self._long_past = False  # the process has repeated more of the past than a recovery has to
         self._why_lost = ""  # the process was ended to be replaced, and no new one could be had
-        self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
         self.rules = Rules(resets_itself=resets_itself, on_crash=policy.on_crash, on_timeout=policy.on_timeout)
         self.codec: Codec | None = None
         self.answers: Any = None  # Answers
@@ -499,9 +493,9 @@ class Supervisor:
 
     def _between(self, state: State) -> tuple[int, ...]:
         """Return the slots that begin their next episode in the pending step, which they take no other part in."""
-        return (
-            slots_between(state, self.ended(), self.rules) if state.skipped and not self.position.build.verbatim else ()
-        )
+        if not state.skipped or self.position.build.verbatim:
+            return ()
+        return slots_between(state, self.position.ended(self.segment), self.rules)
 
     def _name(self) -> str:
         return "initialize" if self.state.request is None else self.state.request.name
@@ -818,186 +812,59 @@ class Supervisor:
     # --- an answer --------------------------------------------------------------------------------
 
     def _take(self, number: int) -> None:
-        """Read, journal and commit the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
-        segment, request, channel = self.segment, self.state.request, self.channel
+        """Read, journal, commit and count the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
+        state, channel, position, loss_recovery = self.state, self.channel, self.position, self.loss_recovery
+        request, message = state.request, self.pending.message
         assert request is not None
         assert channel is not None
         if request.steps:
             self._take_rollout(number)
             return
-        bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
-        message = None if request.kind is Kind.STEP else self.pending.message
-        failed = bank.view[2] == FAILED
-        journal, read = self.position.journal, None if is_call else self.answers.read(segment, number)
-        evidence = b"" if read is None or failed else read.evidence
-        if not is_call or is_recorded(message):  # before anything is laid over the rows
-            payload = self.pending.payload_of(segment, number, request)
-            entry = entry_of(bank, payload, evidence)
-            journal.log(number, entry, payload if isinstance(message, CALLS) else b"")
-        try:
-            answer = call_user_code(partial(self._answer, number, request, message, read), Illegible)
-        except Illegible as illegible:
-            if failed or is_call:  # the reply itself is no pickle
-                sometimes("a reply is unreadable")
-                raise channel.kill(cause="broken", detail=str(illegible)) from illegible
-            answer = unreadable(request.name, illegible)
-        skipped = self.state.skipped
-        if skipped or request.left_alone:
-            bank.skipped[:] = 0
-        if skipped:
-            loss = None if self.loss_recovery is None else self.loss_recovery.loss
-            if request.kind is Kind.RESET and loss is not None and not isinstance(answer, Exception):
-                for slot, reason in skipped:
-                    answer.errors[slot] = self.reporter.lost_error(loss, reason)
-            if not self.position.build.verbatim and not failed:
-                self.maintenance.note_guilty(self.state, skipped, self.ended())
-        ended = request.kind is Kind.STEP and read is not None and read.ended
-        if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
-            self.reporter.truncated_error(0, answer, channel.pid)
-            answer = self.answers.truncation(segment, ((0, str(answer)),))
-        # A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows
-        # that the caller saw last: its process may die while it writes there.
-        last = number if read is not None and read.seen == number else number + 1
-        self._commit(last, Replied(ended=ended, failed=failed), answer, read)
-        self._count(request, message, failed, number, read)
+        loss = None if loss_recovery is None else loss_recovery.loss
+        lost = None if loss is None else partial(self.reporter.lost_error, loss)
+        read = self.answers.take(channel, number, state, self.pending, lost)
+        if state.skipped and not position.build.verbatim and not read.failed:
+            self.maintenance.note_guilty(state, position.ended(channel.segment))
+        self._commit(read.last, Replied(ended=read.ended, failed=read.failed), read.answer, read)
+        self._report_errors(channel, read.truncated_errors.items())
+        starts, is_step = self.answers.starts(number), request.kind is Kind.STEP
+        if is_step:
+            position.count_step(read.answer, channel.segment, number, request.left_alone)
+        elif isinstance(message, Reset) and not read.failed:
+            position.count_reset(message, number)
+        # Between other requests the numbers of steps may all be odd ones, and none the 64th.
+        if starts or not is_step or read.ended or not position.number & SAMPLE:
+            self.apply_limits(starts)
 
     def _take_rollout(self, number: int) -> None:
-        """Read, journal and commit the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
-        segment, channel, position, codec = self.segment, self.channel, self.position, self.codec
+        """Read, journal, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
+        channel, position, message = self.channel, self.position, self.pending.message
         assert channel is not None
-        assert codec is not None
-        try:
-            rolled = call_user_code(partial(pickle.loads, segment.read_reply_payload(number)), Illegible)
-        except Illegible as illegible:
-            sometimes("the reply to a rollout is unreadable")
-            raise channel.kill(cause="broken", detail=str(illegible)) from illegible
-        if not isinstance(rolled, RolloutResult):
-            raise channel.kill(cause="broken", detail=f"it answered a rollout by {rolled!r:.1000}")
-        message = self.pending.message
+        assert self.codec is not None
         assert isinstance(message, Rollout)
         if self._rollout_reader is None:
-            aside = Position(position.build, position.journal)
-            self._rollout_reader = RolloutReader(
-                codec,
-                aside,
-                self._new_answers(codec, aside),
-                self.reporter.truncation_info,
-                same_step=position.build.autoreset == "SAME_STEP",
-                truncates=self.policy.on_error == "truncate",
-            )
-        reply = self._rollout_reader.read(number, message, rolled, self.state.skipped)
-        position.journal.cut(position.number)
-        for one, entry in enumerate(reply.entries, number):
-            position.journal.log(one, entry)
-        position.show(segment, reply.shown)
-        self.answers.started = 0
-        segment.banks[number & 1].skipped[:] = 0
-        answer = reply if rolled.failure is None else policy_error(rolled.failure, reply.steps)
-        self._commit(position.seen, Replied(ended=reply.is_over), answer)
-        self._count_rollout(reply)
+            info = self.reporter.truncation_info
+            self._rollout_reader = RolloutReader(self.codec, position, self._new_answers, info)
+        reply = self._rollout_reader.take(channel, number, message, self.state.skipped)
+        self._commit(position.seen, Replied(ended=reply.is_over), reply.answer)
+        self._report_errors(channel, reply.truncated_errors)
+        reply.count(position)
+        self.apply_limits(reply.starts)
 
-    def _count_rollout(self, reply: RolloutReply) -> None:
-        """Count the steps and episodes of a rollout, and see what is due."""
-        position, journal, before = self.position, self.position.journal, self.position.steps
-        assert self.channel is not None
-        for slot, error in reply.truncated_errors:
-            self.reporter.truncated_error(slot, error, self.channel.pid)
-        for steps, number, slots in reply.ends:
-            position.steps = before + steps
-            if position.build.verbatim:
-                position.count_reset((None,), BEGINNING.touches)
-            else:
-                position.count_ends(slots)
-            journal.note_ends(slots, number)
-        position.steps = before + reply.steps
-        seconds = self._count_time(self.channel)
-        for number, generators in reply.starts:
-            for slot, state in generators.items():
-                journal.note_start(slot, number, state, seconds)
-        self.apply_limits()
-
-    def _count_time(self, channel: Channel) -> float:
-        """Return the time that the envs took so far."""
-        seconds, losses = self.maintenance.took(channel), self.recoverer.losses
-        self.position.seconds += seconds
-        losses.seconds += seconds
-        if losses.count:
-            channel.segment.times[LOSS_SECONDS] = losses.mean
-        return self.position.seconds
-
-    def _answer(self, number: int, request: Request, message: Any, read: Read | None) -> Any:
-        """Return what the reply to a request shows."""
-        segment, skipped = self.segment, self.state.skipped
-        if read is not None and request.kind is Kind.STEP:
-            return self.answers.step(segment, read, skipped, request.left_alone)
-        if read is not None:
-            return self.answers.reset(segment, read, message, skipped)
-        rest = segment.read_reply_payload(number)
-        if segment.banks[number & 1].view[2] == FAILED:
-            return self._error_of(-1, pickle.loads(rest))
-        slots = message.slots or range(self.rules.slots)
-        values, errors = call_answer(rest, slots, request.name, self._error_of)
-        if self.position.build.verbatim:
-            return errors[0] if 0 in errors else values[0]
-        return values, errors
-
-    def _error_of(self, slot: int, failure: Any) -> Exception:
-        return self.reporter.error_of(slot, failure, self._name())
-
-    def _count(self, request: Request, message: Message | None, failed: bool, number: int, read: Read | None) -> None:
-        """Count what was answered by the reply to request ``number``, and see what is due."""
-        position = self.position
-        if request.kind is Kind.STEP:
-            assert self.channel is not None
-            assert read is not None
-            for slot, error in read.truncated_errors.items():
-                self.reporter.truncated_error(slot, error, self.channel.pid)
-            self._count_step(self.last_answer, number, request.left_alone)
-            if self.answers.started == number:
-                self._note_starts(number)
-            elif read.ended or not position.number & SAMPLE:
-                self.apply_limits()
-            return
-        if isinstance(message, Reset) and not failed:
-            position.count_reset(message.seeds, message.touches)
-            position.journal.note_ends(filter(message.touches, range(self.rules.slots)), number)
-            if self.answers.started == number:
-                self._note_starts(number)
-        # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
-        self.apply_limits()
+    def _report_errors(self, channel: Channel, errors: Iterable[tuple[int, Exception]]) -> None:
+        """Report exceptions of envs, by slot, that ended their episodes."""
+        for slot, error in errors:
+            self.reporter.truncated_error(slot, error, channel.pid)
 
     def count_plain(self, answer: Any, number: int, meaning: int) -> None:
         """Count a plain answer, if there is more to count than a step, and see what is due."""
         if meaning == BEGINS:  # a single env was reset
-            self.position.count_reset((None,), BEGINNING.touches)
-            self.position.journal.note_ends((0,), number)
+            self.position.count_reset(BEGINNING, number)
         else:
-            self._count_step(answer, number)
-        if self.answers.started == number:
-            self._note_starts(number)
-        elif not number & SAMPLE or self.maintenance.recycling.wanted:
-            self.apply_limits()
-
-    def _count_step(self, answer: Any, number: int, left_alone: Sequence[int] = ()) -> None:
-        """Count a step, and the episodes that its answer ends."""
-        if isinstance(answer, RowsReply):
-            failed = self.segment.banks[number & 1].failed
-            ended = (answer.terminated | answer.truncated | failed).nonzero()[0].tolist()
-            if left_alone:  # their flags are those of an earlier step
-                ended = [slot for slot in ended if slot not in left_alone]
-                self.position.count_left_alone(left_alone)
-            self.position.count_ends(ended)
-            self.position.journal.note_ends(ended, number)
-        self.position.steps += 1
-
-    def _note_starts(self, number: int) -> None:
-        """Note the resets that the reply to request ``number`` tells of: a replay can begin there."""
-        channel = self.channel
-        if channel is not None:
-            seconds = self._count_time(channel)
-            for slot, generators in self.answers.generators.items():
-                self.position.journal.note_start(slot, number, generators, seconds)
-            self.apply_limits()
+            self.position.count_step(answer, self.segment, number)
+        starts = self.answers.starts(number)
+        if starts or not number & SAMPLE or self.maintenance.recycling.wanted:
+            self.apply_limits(starts)
 
     def resume(self) -> Any:
         """Return the answer to the pending request; if none is pending, return the last answer again."""
@@ -1052,7 +919,7 @@ class Supervisor:
         return Answers(
             codec,
             position,
-            self._error_of,
+            lambda slot, failure: self.reporter.error_of(slot, failure, self._name()),
             self.reporter.truncation_info,
             self._set_spaces,
             same_step=build.autoreset == "SAME_STEP",
@@ -1120,48 +987,28 @@ class Supervisor:
 
     # --- by plan ----------------------------------------------------------------------------------
 
-    def apply_limits(self, *, resetting: bool = False) -> None:
+    def apply_limits(self, starts: Starts = (), *, resetting: bool = False) -> None:
         """Trim the journal, free dropped snapshots, and find out whether something is due before the next request.
 
         Args:
+            starts: Resets that were answered now, where a replay can begin.
             resetting: That request resets all envs.
         """
         self._kept.free_dropped()
-        channel = self.channel
-        if channel is not None:
-            seconds, journal, words = self._count_time(channel), self.position.journal, channel.segment.words
-            if journal.recording:
-                limit, longest = self.policy.journal_limit * journal.slots, self.policy.replay_limit * journal.slots
-                forks = self._forks and not words[OBSTACLE]
-                journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
-            self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
+        if self.channel is not None:
+            is_between = partial(self.may_begin_anew, resetting=resetting)
+            self.maintenance.look(self.channel, self.recoverer.losses, starts, is_between)
             self.pending.learn(self.position.steps, self.position.episodes)
-
-    @property
-    def takes_new_envs(self) -> bool:
-        """Whether the policy takes new envs between two episodes, which remember nothing."""
-        policy = self.policy
-        return policy.accept != "exact" or policy.recycle_after_episodes is not None or not policy.replays
 
     def may_begin_anew(self, *, resetting: bool) -> bool:
         """Tell whether new envs may replace all; ``resetting``: the next request resets all."""
-        return self.takes_new_envs and (resetting or self.is_between_episodes())
+        return self.maintenance.takes_new_envs and (resetting or self.is_between_episodes())
 
     def is_between_episodes(self) -> bool:
         """Tell whether the episodes of all envs have ended, and none has begun since."""
-        position = self.position
-        if position.build.verbatim:
+        if self.position.build.verbatim:
             return self.state.episode is Episode.ENDED
-        return bool(self.ended().all())
-
-    def ended(self) -> Any:
-        """Return for each slot of a batch whether its episode has ended and the next has not begun: an array of bool.
-
-        With SAME_STEP the next has begun when the caller sees the end.
-        """
-        bank, position = self.segment.banks[self.position.seen & 1], self.position
-        can_be = position.seen > 0 and position.build.autoreset != "SAME_STEP"
-        return (bank.terminated | bank.truncated | bank.failed) & can_be
+        return bool(self.position.ended(self.segment).all())
 
     @interrupts.shielded
     def _replace(self, *, is_anew: bool) -> None:
@@ -1206,7 +1053,7 @@ class Supervisor:
             sometimes("a replacement by plan is put off", not ends_first)
             if ends_first:
                 self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
-            advice = "" if self.takes_new_envs else _ADVICE
+            advice = "" if maintenance.takes_new_envs else _ADVICE
             reporter.recycling(why, "put off", f"{reason}{advice}", progress)
             return
         self.refuse_if_closed("step", revived.channel)
