@@ -1008,8 +1008,8 @@ MUTANTS = [
     Mutant(
         "A snapshot from before an env asked outside is woken.",
         3,
-        "supervisor:Supervisor._fate_of",
-        "snapshot < self.segment.words[ASKED]",
+        "loss_recovery:useful_snapshot",
+        "snapshot < lost.segment.words[ASKED]",
         "snapshot < 0",
         ("tests/simulation/test_faults_and_programs.py::test_a_server_is_not_asked_again_by_a_woken_copy",),
     ),
@@ -1457,8 +1457,8 @@ MUTANTS = [
     Mutant(
         "Envs are recovered from a snapshot that has executed a request which was taken back.",
         8,
-        "supervisor:Supervisor._fate_of",
-        "snapshot > self.position.number",
+        "loss_recovery:useful_snapshot",
+        "snapshot > number",
         "snapshot < 0",
         ("tests/simulation/test_single_faults.py",),
     ),

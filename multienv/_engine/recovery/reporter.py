@@ -130,17 +130,10 @@ class Reporter:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def case(
+    def _case(
         self, pending: bytes, deadline: float | None, description: Description | None, codec: Codec | None
     ) -> Case | None:
-        """Return the data for a crash report; ``None`` if no reports are wanted.
-
-        Args:
-            pending: The entry of the request in which the process was lost.
-            deadline: Of that request, seconds.
-            description: Of the envs; ``None``: they were never built.
-            codec: Of the envs; ``None`` in the same case.
-        """
+        """Return the data for a crash report; ``None`` if no reports are wanted."""
         if not self.reports.wanted:
             return None
         journal, build = self._position.journal, self._position.build
@@ -160,7 +153,14 @@ class Reporter:
         )
 
     def loss(
-        self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None, *, idle: bool = False
+        self,
+        gone: Gone,
+        command: str,
+        slot: int,
+        limit: float | None,
+        description: Description | None,
+        codec: Codec | None,
+        pending: bytes = b"",
     ) -> Loss:
         """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`recovery`.
 
@@ -169,8 +169,9 @@ class Reporter:
             command: What the caller had called.
             slot: The slot whose env the process was executing; -1: none, or not known.
             limit: The deadline of the request, seconds.
-            case: For the crash report.
-            idle: The process had not begun to execute the command.
+            description: Of the envs; ``None``: they were never built.
+            codec: Of the envs; ``None`` in the same case.
+            pending: The entry of the request in which the process was lost, for a crash report.
         """
         fate = gone.fate
         loss = Loss(
@@ -185,12 +186,12 @@ class Reporter:
             stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail and gone.cause != "died" else ""),
             deadline=limit if gone.cause == "hung" else None,
             detail=gone.detail,
-            idle=idle,
+            idle=codec is not None and gone.number == 0 and gone.cause != "broken" and fate.code is not None,
             envs=self.envs,
             seeds=tuple(self.seed_of(slot, command) for slot in range(self._slots)),
         )
         self._lost_in = self._position.number
-        self.reports.open(loss, case)
+        self.reports.open(loss, self._case(pending, limit, description, codec))
         logger.info("%s", what_happened(loss))
         self._losses += 1
         self.last_loss = loss

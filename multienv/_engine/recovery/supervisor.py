@@ -29,7 +29,7 @@ from typing import Any
 from gymnasium.error import NoAsyncCallError
 
 from multienv._engine import interrupts
-from multienv._engine.processes.channel import Channel, Fate, Gone, SystemErrors
+from multienv._engine.processes.channel import Channel, Gone, SystemErrors
 from multienv._engine.processes.endings import BUSY_PATIENCE, Cut, let_go, log_cuts
 from multienv._engine.processes.worker_process import crowd_seconds
 from multienv._engine.recovery.answers import Answers, Read
@@ -51,7 +51,7 @@ from multienv._engine.recovery.hot_path import (
     take,
 )
 from multienv._engine.recovery.journal import Journal
-from multienv._engine.recovery.loss_recovery import LossRecovery
+from multienv._engine.recovery.loss_recovery import LossRecovery, slot_to_blame, useful_snapshot
 from multienv._engine.recovery.maintenance import Maintenance, Starts
 from multienv._engine.recovery.pending import Pending
 from multienv._engine.recovery.policy import MOST_SNAPSHOTS, RecoveryProgress
@@ -126,7 +126,7 @@ from multienv.errors import (
     UsageError,
     WaitTimeout,
 )
-from multienv.events import Hook, Loss, Outcome, Statistics
+from multienv.events import Hook, Loss, Statistics
 
 logger = logging.getLogger("multienv")
 
@@ -319,7 +319,7 @@ class Supervisor:
             try:
                 self.recoverer.admit(progress, self.position.steps)
             except (BudgetSpentError, Unrecoverable):
-                self._tell(loss_recovery, "raised", "the budget of restarts is spent")
+                loss_recovery.tell("raised", "the budget of restarts is spent")
                 self.drop()
                 return self._happen(BudgetSpent())
             progress.attempts += 1
@@ -510,7 +510,7 @@ class Supervisor:
             self.reporter.path.append((event, state))
         if instruction in _RAISED:
             assert self.loss_recovery is not None
-            error = self.loss_recovery.error(instruction, state, self.reporter, self.policy)
+            error = self.loss_recovery.error(instruction, state, self.policy)
             self._store(state, error, self.position.number + 2)
         else:
             self.set_state(state)
@@ -566,73 +566,37 @@ class Supervisor:
         """Note that the process is lost; returns what the policy says."""
         request, channel, number = self.state.request, self.channel, self.position.number + 1
         assert channel is not None
-        slots, is_policy = self.rules.slots, False
-        slot = (0 if slots == 1 else gone.slot) if gone.number == number else -1
-        if request is not None and request.steps and gone.number >= number:  # each step of it has a number of its own
-            slot, is_policy = gone.slot, gone.slot < 0
+        slots, before, losses = self.rules.slots, self.loss_recovery, self.state.losses
+        slot = slot_to_blame(gone, request, number, slots)
         if request is not None and request.is_plain_step:
             self.pending.save(channel.segment, number)
         self.position.journal.cut(number - 1)
         # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
-        loss_recovery, losses = self.loss_recovery, self.state.losses
-        before = loss_recovery.progress if loss_recovery is not None and losses else None
-        progress = self.recoverer.begin_after((gone.cause, gone.fate.code), before)
+        earlier = before.progress if before is not None and losses else None
+        progress = self.recoverer.begin_after((gone.cause, gone.fate.code), earlier)
         least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
         long_past = self._long_past and losses >= least
-        loss_recovery = LossRecovery(channel, self._fate_of(gone), progress, long_past=long_past)
-        loss_recovery.loss = self._loss_of(gone, channel, slot)
+        loss = self._loss_of(gone, "snapshot" if request is None else request.name, slot if slot < slots else -1)
+        snapshot = useful_snapshot(gone, channel, number - 1)
+        loss_recovery = LossRecovery(channel, snapshot, loss, progress, self.reporter, long_past=long_past)
         self.loss_recovery = loss_recovery
-        lost = Lost(
-            gone.cause,
-            slots if is_policy else slot,
-            gone.is_from_outside,
-            loss_recovery.what_happened,
-            loss_recovery.long_past and gone.cause == "died",
-            loss_recovery.progress.tries,
-        )
-        instruction = self._happen(lost)
+        what, is_past = loss_recovery.what_happened, long_past and gone.cause == "died"
+        instruction = self._happen(Lost(gone.cause, slot, gone.is_from_outside, what, is_past, progress.tries))
         if gone.cause == "hung" and request is not None and self.pending.lengthen(request, number):
             text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
             logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
-            self._drop_lost(loss_recovery, instruction)
+            self.drop()
+            loss_recovery.tell_dropped(instruction, self.state, self._between(self.state))
         return instruction
 
-    def _fate_of(self, gone: Gone) -> Fate:
-        """Return how a process ended; without a snapshot that is of no use."""
-        fate, snapshot = gone.fate, gone.fate.snapshot
-        if snapshot is not None and snapshot > self.position.number:  # of a request that was taken back
-            sometimes("a snapshot is newer than the last answer")
-            return replace(fate, snapshot=None)
-        if snapshot is not None and snapshot < self.segment.words[ASKED]:
-            sometimes("an env has asked outside after its snapshot")
-            return replace(fate, snapshot=None)
-        return fate
-
-    def _loss_of(self, gone: Gone, channel: Channel, slot: int) -> Loss:
+    def _loss_of(self, gone: Gone, command: str, slot: int) -> Loss:
         """Record a loss."""
-        request, number = self.state.request, self.position.number + 1
-        entry, name = b"", "snapshot" if request is None else request.name
+        request, pending, entry = self.state.request, self.pending, b""
         if request is not None and self.codec is not None and self.reporter.reports.wanted:
-            entry = self.pending.entry(channel.segment, number, request, self.codec.layout)
-        idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
-        case = self.reporter.case(entry, self.pending.limit, self.description, self.codec)
-        return self.reporter.loss(gone, name, slot, self.pending.limit, case, idle=idle)
-
-    def _drop_lost(self, loss_recovery: LossRecovery, instruction: Instruction) -> None:
-        """Drop a lost process whose envs are not recovered, and record the outcome."""
-        self.drop()
-        request = self.state.request
-        if instruction is Instruction.RAISE_LOST:
-            self._tell(loss_recovery, "raised", "")
-        else:
-            is_reset = request is not None and request.kind is Kind.RESET
-            is_reset |= len(self.state.skipped) == len(self._between(self.state)) > 0
-            self._tell(loss_recovery, "reset" if is_reset else "truncated", self.state.what)
-
-    def _tell(self, loss_recovery: LossRecovery, outcome: Outcome, reason: str) -> None:
-        assert loss_recovery.loss is not None
-        self.reporter.recovery(loss_recovery.loss, outcome, reason, loss_recovery.progress)
+            assert self.channel is not None
+            entry = pending.entry(self.channel.segment, self.position.number + 1, request, self.codec.layout)
+        return self.reporter.loss(gone, command, slot, pending.limit, self.description, self.codec, entry)
 
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that cannot be recovered."""
@@ -689,10 +653,10 @@ class Supervisor:
             self.drop()
             if instruction is Instruction.RAISE_LOST:
                 assert self.loss_recovery is not None
-                self._tell(self.loss_recovery, "raised", "")
+                self.loss_recovery.tell("raised")
             return instruction
         if self.loss_recovery is not None:
-            self._tell(self.loss_recovery, "exact", "")
+            self.loss_recovery.tell("exact")
             self.loss_recovery = None
         self._lay_out()
         assert self.channel is not None
@@ -716,9 +680,8 @@ class Supervisor:
             return self.reporter.error_of(-1, failed.failure, "initialize")
         except Gone as gone:
             progress = self.recoverer.begin() if self.loss_recovery is None else self.loss_recovery.progress
-            self.loss_recovery = LossRecovery(channel, gone.fate, progress)
-            case = self.reporter.case(b"", pending.limit, self.description, self.codec)
-            self.loss_recovery.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, case)
+            loss = self._loss_of(gone, "initialize", gone.slot)
+            self.loss_recovery = LossRecovery(channel, gone.fate.snapshot, loss, progress, self.reporter)
             return Lost(gone.cause, -1, gone.is_from_outside)
         return Built()
 
@@ -734,7 +697,7 @@ class Supervisor:
         try:
             found = loss_recovery.recover(self.recoverer, self.position)
         except BudgetSpentError:
-            self._tell(loss_recovery, "raised", "the budget of restarts is spent")
+            loss_recovery.tell("raised", "the budget of restarts is spent")
             self.drop()
             return self._happen(BudgetSpent())
         except Unrecoverable as why:
@@ -751,8 +714,7 @@ class Supervisor:
         before, loss_recovery.processes = self.state, self.state.losses
         instruction = self._happen(event)
         memory, begun = self.position.journal.memory, self._between(self.state)
-        outcome, reason = loss_recovery.outcome(event, instruction, before, self.state, memory, begun)
-        self._tell(loss_recovery, outcome, reason)
+        loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, memory, begun))
         return instruction
 
     def take_over(self, revived: Revived, progress: RecoveryProgress) -> None:
@@ -820,8 +782,7 @@ class Supervisor:
         if request.steps:
             self._take_rollout(number)
             return
-        loss = None if loss_recovery is None else loss_recovery.loss
-        lost = None if loss is None else partial(self.reporter.lost_error, loss)
+        lost = None if loss_recovery is None else partial(self.reporter.lost_error, loss_recovery.loss)
         read = self.answers.take(channel, number, state, self.pending, lost)
         if state.skipped and not position.build.verbatim and not read.failed:
             self.maintenance.note_guilty(state, position.ended(channel.segment))
