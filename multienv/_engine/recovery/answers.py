@@ -1,8 +1,8 @@
 """Make the caller's answer from a reply: read the bank and the payload, and write truncations over lost slots.
 
 A single env is a batch of one, whose caller gets only slot 0. A truncation shows the observation that the caller saw
-last, which the worker's position holds. To read a reply once more changes nothing: the supervisor commits the ``Read``
-together with the end of the request.
+last, which the worker's position holds. Reading a reply changes nothing, so it can be repeated: the supervisor commits
+the ``Read`` together with the end of the request.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery.pending import Pending
-from multienv._engine.recovery.position import PickledRows, Position
+from multienv._engine.recovery.position import PickledRows, Position, Starts
 from multienv._engine.recovery.state_machine import Kind, State
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import BEGUN, ENDED, FAILED, NOT_RESET, PICKLED_ROWS, entry_of
 from multienv._engine.wire.codecs import Codec, RowsReply, Transition, payload_of
-from multienv._engine.wire.infos import NONE, Extras, Illegible, unpack_extras
+from multienv._engine.wire.infos import Extras, Illegible, unpack_extras
 from multienv._engine.wire.messages import CALLS, Failure, Reset, call_user_code, is_recorded
 from multienv._engine.wire.segment import Segment
 from multienv.errors import ResultNotPicklableError
@@ -59,6 +58,7 @@ class Read:
         seen, pickled_rows: The new values of these attributes of ``Position``.
         ended: A step ended the episode of a single env.
         failed: The request raised as a whole.
+        entry, call: What the journal gets, see :meth:`Journal.log`; ``b""``: nothing.
         answer: What the caller gets.
         truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
     """
@@ -71,6 +71,8 @@ class Read:
     pickled_rows: PickledRows
     ended: bool = False
     failed: bool = False
+    entry: bytes = b""
+    call: bytes = b""
     answer: Any = None
     truncated_errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -98,7 +100,7 @@ class Answers:
 
     Attributes:
         started: Number of the last reply with states of random generators before resets; 0: there was none.
-        generators: Those states: slot → state.
+        starts: Those resets.
     """
 
     __slots__ = ("__dict__", "__weakref__", "started")  # the hot path reads these, native code by offset
@@ -118,29 +120,30 @@ class Answers:
         self._error_of, self._truncation_info, self._on_spaces = error_of, truncation_info, on_spaces
         self._same_step, self._truncates = same_step, truncates
         self.started = 0
-        self.generators: Mapping[int, bytes] = NONE
+        self.starts: Starts = ()
 
-    def take(self, channel: Channel, number: int, state: State, pending: Pending, lost: LostError | None) -> Read:
-        """Read and journal the reply to the pending request. Raises ``Gone`` if it cannot be decoded.
+    def take(
+        self, channel: Channel, number: int, state: State, message: Any, payload: bytes, lost: LostError | None
+    ) -> Read:
+        """Read the reply to the pending request. Raises ``Gone`` if it cannot be decoded.
 
         Args:
             channel: Of the process that has answered.
             number: Of the request.
             state: The worker's.
-            pending: What the request carries.
+            message: The request, unless it is a step.
+            payload: What it carries beside its bank.
             lost: Builds the error of a slot that a reset skips; ``None``: no process was lost.
         """
         segment, request = channel.segment, state.request
         assert request is not None
-        message = None if request.kind is Kind.STEP else pending.message
         bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
         at = self._position
         read = Read(number, b"", b"", b"", at.seen, at.pickled_rows) if is_call else self.read(segment, number)
         read.failed = bank.view[2] == FAILED
         if not is_call or is_recorded(message):  # before anything is laid over the rows
-            payload = pending.payload_of(segment, number, request)
-            entry = entry_of(bank, payload, b"" if read.failed else read.evidence)
-            self._position.journal.log(number, entry, payload if isinstance(message, CALLS) else b"")
+            read.entry = entry_of(bank, payload, b"" if read.failed else read.evidence)
+            read.call = payload if isinstance(message, CALLS) else b""
         try:
             read.answer = call_user_code(partial(self._answer, segment, read, message, state, lost), Illegible)
         except Illegible as illegible:
@@ -174,10 +177,6 @@ class Answers:
         if self._codec.verbatim:
             return errors[0] if 0 in errors else values[0]
         return values, errors
-
-    def starts(self, number: int) -> list[tuple[int, Mapping[int, bytes]]]:
-        """Return the resets that the reply to request ``number`` tells of: a replay can begin there."""
-        return [(number, self.generators)] if self.started == number else []
 
     def read(self, segment: Segment, number: int) -> Read:
         """Return the reply as bytes. Nothing is unpickled, so nothing can raise."""
@@ -276,7 +275,7 @@ class Answers:
         """Unpack what a reply carries beside its rows; raise the error of a single env's info that is illegible."""
         extras, illegible = unpack_extras(rest)
         if extras.generators:  # resets at which a replay can begin
-            self.started, self.generators = number, extras.generators
+            self.started, self.starts = number, [(number, extras.generators)]
         if extras.spaces:
             self._on_spaces(extras.spaces)
         if self._codec.verbatim and illegible:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from multienv._engine.processes.channel import Channel
@@ -23,9 +23,6 @@ from multienv._engine.wire.segment import (
 )
 from multienv._engine.worker.census import OBSTACLES
 from multienv.config import RestartPolicy
-
-# Resets where a replay can begin: number of the request, and the state of the generators before it by slot.
-Starts = Iterable[tuple[int, Mapping[int, bytes]]]
 
 
 class Maintenance:
@@ -100,36 +97,29 @@ class Maintenance:
         """Note that the worker was moved to another position, whose steps are counted already."""
         self._steps = self._position.steps
 
-    def _count_time(self, channel: Channel, losses: Losses) -> float:
-        """Return the time that the envs took so far."""
-        position, times = self._position, channel.segment.times
-        steps, others, step = position.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
+    def count_time(self, channel: Channel, losses: Losses) -> float:
+        """Return the time that the envs took since the last count; ``losses``: of the workers of the batch."""
+        times = channel.segment.times
+        steps, others, step = self._position.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
         # The smaller of two: a step may have waited for its core, and the next smoothed time shows that less.
         seconds: float = max(0, steps - self._steps) * min(step, self._step or step) + others - self._others
         self._steps, self._others, self._step = steps, others, step
-        position.seconds += seconds
         losses.seconds += seconds
         if losses.count:
             times[LOSS_SECONDS] = losses.mean
-        return position.seconds
+        return seconds
 
-    def look(self, channel: Channel, losses: Losses, starts: Starts, is_between: Callable[[], bool]) -> None:
+    def look(self, channel: Channel, is_between: Callable[[], bool]) -> None:
         """Trim the journal, and find out what is due; after one step in 64, and when an episode ends or begins.
 
-        Args:
-            channel: To the process.
-            losses: Of the workers of the batch.
-            starts: Resets since the last look, where a replay can begin.
-            is_between: Tells whether no episode runs.
+        ``is_between`` tells whether no episode runs.
         """
         policy, position, words = self._policy, self._position, channel.segment.words
-        seconds, journal = self._count_time(channel, losses), position.journal
-        for number, generators in starts:
-            for slot, state in generators.items():
-                journal.note_start(slot, number, state, seconds)
+        journal = position.journal
         if journal.recording:
             limit, longest = policy.journal_limit * journal.slots, policy.replay_limit * journal.slots
-            journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=self._forks and not words[OBSTACLE])
+            forks = self._forks and not words[OBSTACLE]
+            journal.trim(limit, position.seconds, longest, words[SNAPSHOT], forks=forks)
         if self.recycling.wanted and not self.recycling_due:
             is_over = is_between()
             counts = position.steps, self._ended(is_over=is_over), len(position.seeds)

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from multienv._engine.recovery.journal import Journal
-from multienv._engine.wire.codecs import RowsReply
-from multienv._engine.wire.messages import Build, Reset
+from multienv._engine.wire.messages import BEGINNING, Build, Reset
 from multienv._engine.wire.segment import Segment
 
 PickledRows = tuple[int, list[bytes | None]]
+# Resets where a replay can begin: number of the request, and slot → state of its generators before it.
+Starts = Iterable[tuple[int, Mapping[int, bytes]]]
 
 
 class Position:
@@ -94,7 +95,7 @@ class Position:
             number: Of the request.
             left_alone: Slots that took no part in it: their flags are those of an earlier step.
         """
-        if isinstance(answer, RowsReply):
+        if not self.build.verbatim and not isinstance(answer, Exception):
             failed = segment.banks[number & 1].failed
             ended = (answer.terminated | answer.truncated | failed).nonzero()[0].tolist()
             ended = [slot for slot in ended if slot not in left_alone]
@@ -102,6 +103,18 @@ class Position:
             self.count_ends(ended)
             self.journal.note_ends(ended, number)
         self.steps += 1
+
+    def count_rollout(self, steps: int, ends: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+        """Count the steps of a rollout; ``ends``: see ``RolloutReply``."""
+        before = self.steps
+        for done, number, slots in ends:
+            self.steps = before + done
+            if self.build.verbatim:
+                self.count_reset(BEGINNING, number)
+            else:
+                self.count_ends(slots)
+                self.journal.note_ends(slots, number)
+        self.steps = before + steps
 
     def count_left_alone(self, slots: Iterable[int]) -> None:
         """Leave the step that is answered now out of the count of these slots, which took no part in it."""
@@ -126,6 +139,12 @@ class Position:
         """
         bank, can_be = segment.banks[self.seen & 1], self.seen > 0 and self.build.autoreset != "SAME_STEP"
         return (bank.terminated | bank.truncated | bank.failed) & can_be
+
+    def note_starts(self, starts: Starts) -> None:
+        """Note resets that were answered now: a replay can begin there."""
+        for number, generators in starts:
+            for slot, state in generators.items():
+                self.journal.note_start(slot, number, state, self.seconds)
 
     # --- copies -----------------------------------------------------------------------------------
 

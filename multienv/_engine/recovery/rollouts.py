@@ -70,18 +70,6 @@ class RolloutReply:
         """Return what the caller gets."""
         return self if self.failure is None else policy_error(self.failure, self.steps)
 
-    def count(self, position: Position) -> None:
-        """Count the steps, and the episodes that have ended or begun in them."""
-        before = position.steps
-        for steps, number, slots in self.ends:
-            position.steps = before + steps
-            if position.build.verbatim:
-                position.count_reset(BEGINNING, number)
-            else:
-                position.count_ends(slots)
-                position.journal.note_ends(slots, number)
-        position.steps = before + self.steps
-
 
 class RolloutReader:
     """Reads what a worker answered to a rollout.
@@ -102,7 +90,7 @@ class RolloutReader:
         truncation_info: TruncationInfo,
     ) -> None:
         build = position.build
-        self._codec, self._position, self._truncation_info = codec, position, truncation_info
+        self._codec, self._truncation_info = codec, truncation_info
         self._scratch = Position(build, position.journal)
         self._answers = answers(codec, self._scratch)
         self._same_step, self._truncates = build.autoreset == "SAME_STEP", build.truncates_errors
@@ -118,22 +106,15 @@ class RolloutReader:
         self._leaves = leaf_spaces(codec.space) if codec.has_rows else []
 
     def take(self, channel: Channel, first: int, message: Rollout, skipped: Skipped) -> RolloutReply:
-        """Read and journal the answer; see :meth:`read`. Raises ``Gone`` if it cannot be decoded."""
-        segment, position = channel.segment, self._position
+        """Read the answer of a process; see :meth:`read`. Raises ``Gone`` if it cannot be decoded."""
         try:
-            result = call_user_code(partial(pickle.loads, segment.read_reply_payload(first)), Illegible)
+            result = call_user_code(partial(pickle.loads, channel.segment.read_reply_payload(first)), Illegible)
         except Illegible as illegible:
             sometimes("the reply to a rollout is unreadable")
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
         if not isinstance(result, RolloutResult):
             raise channel.kill(cause="broken", detail=f"it answered a rollout by {result!r:.1000}")
-        reply = self.read(first, message, result, skipped)
-        position.journal.cut(position.number)
-        for number, entry in enumerate(reply.entries, first):
-            position.journal.log(number, entry)
-        position.show(segment, reply.shown)
-        segment.banks[first & 1].skipped[:] = 0
-        return reply
+        return self.read(first, message, result, skipped)
 
     def read(self, first: int, message: Rollout, result: RolloutResult, skipped: Skipped) -> RolloutReply:
         """Return the reply.
@@ -171,7 +152,8 @@ class RolloutReader:
             reply.entries.append(entry_of(bank, request_payload, read.evidence))
             take(read, skipped, reply, shown)
             scratch.seen, scratch.pickled_rows = read.seen, read.pickled_rows
-            reply.starts += answers.starts(number)
+            if answers.started == number:
+                reply.starts += answers.starts
             if read.seen != number:  # it shows nothing: what was seen last is seen once more
                 scratch.show(aside, {**scratch.shown(aside), "seen": number})
                 bank.rewards[:], bank.terminated[:], bank.truncated[:] = 0.0, False, True

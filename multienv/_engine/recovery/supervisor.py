@@ -52,10 +52,10 @@ from multienv._engine.recovery.hot_path import (
 )
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery, slot_to_blame, useful_snapshot
-from multienv._engine.recovery.maintenance import Maintenance, Starts
+from multienv._engine.recovery.maintenance import Maintenance
 from multienv._engine.recovery.pending import Pending
 from multienv._engine.recovery.policy import MOST_SNAPSHOTS, RecoveryProgress
-from multienv._engine.recovery.position import Position
+from multienv._engine.recovery.position import Position, Starts
 from multienv._engine.recovery.recoverer import (
     BudgetSpentError,
     Launcher,
@@ -776,26 +776,29 @@ class Supervisor:
     def _take(self, number: int) -> None:
         """Read, journal, commit and count the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
         state, channel, position, loss_recovery = self.state, self.channel, self.position, self.loss_recovery
-        request, message = state.request, self.pending.message
+        request = state.request
         assert request is not None
         assert channel is not None
         if request.steps:
             self._take_rollout(number)
             return
         lost = None if loss_recovery is None else partial(self.reporter.lost_error, loss_recovery.loss)
-        read = self.answers.take(channel, number, state, self.pending, lost)
+        is_step = request.kind is Kind.STEP
+        message = None if is_step else self.pending.message
+        payload = self.pending.payload_of(channel.segment, number, request)
+        read = self.answers.take(channel, number, state, message, payload, lost)
         if state.skipped and not position.build.verbatim and not read.failed:
             self.maintenance.note_guilty(state, position.ended(channel.segment))
+        if read.entry:
+            position.journal.log(number, read.entry, read.call)
         self._commit(read.last, Replied(ended=read.ended, failed=read.failed), read.answer, read)
         self._report_errors(channel, read.truncated_errors.items())
-        starts, is_step = self.answers.starts(number), request.kind is Kind.STEP
         if is_step:
             position.count_step(read.answer, channel.segment, number, request.left_alone)
         elif isinstance(message, Reset) and not read.failed:
             position.count_reset(message, number)
         # Between other requests the numbers of steps may all be odd ones, and none the 64th.
-        if starts or not is_step or read.ended or not position.number & SAMPLE:
-            self.apply_limits(starts)
+        self._look(number, is_due=not is_step or read.ended or not position.number & SAMPLE)
 
     def _take_rollout(self, number: int) -> None:
         """Read, journal, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
@@ -807,9 +810,14 @@ class Supervisor:
             info = self.reporter.truncation_info
             self._rollout_reader = RolloutReader(self.codec, position, self._new_answers, info)
         reply = self._rollout_reader.take(channel, number, message, self.state.skipped)
+        position.journal.cut(position.number)
+        for one, entry in enumerate(reply.entries, number):
+            position.journal.log(one, entry)
+        position.show(channel.segment, reply.shown)
+        channel.segment.banks[number & 1].skipped[:] = 0
         self._commit(position.seen, Replied(ended=reply.is_over), reply.answer)
         self._report_errors(channel, reply.truncated_errors)
-        reply.count(position)
+        position.count_rollout(reply.steps, reply.ends)
         self.apply_limits(reply.starts)
 
     def _report_errors(self, channel: Channel, errors: Iterable[tuple[int, Exception]]) -> None:
@@ -823,9 +831,14 @@ class Supervisor:
             self.position.count_reset(BEGINNING, number)
         else:
             self.position.count_step(answer, self.segment, number)
-        starts = self.answers.starts(number)
-        if starts or not number & SAMPLE or self.maintenance.recycling.wanted:
-            self.apply_limits(starts)
+        self._look(number, is_due=not number & SAMPLE or self.maintenance.recycling.wanted)
+
+    def _look(self, number: int, *, is_due: bool) -> None:
+        """Apply the limits if that is due, or if the reply to request ``number`` tells of a reset."""
+        if self.answers.started == number:
+            self.apply_limits(self.answers.starts)
+        elif is_due:
+            self.apply_limits()
 
     def resume(self) -> Any:
         """Return the answer to the pending request; if none is pending, return the last answer again."""
@@ -956,10 +969,12 @@ class Supervisor:
             resetting: That request resets all envs.
         """
         self._kept.free_dropped()
-        if self.channel is not None:
-            is_between = partial(self.may_begin_anew, resetting=resetting)
-            self.maintenance.look(self.channel, self.recoverer.losses, starts, is_between)
-            self.pending.learn(self.position.steps, self.position.episodes)
+        channel, position = self.channel, self.position
+        if channel is not None:
+            position.seconds += self.maintenance.count_time(channel, self.recoverer.losses)
+            position.note_starts(starts)
+            self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
+            self.pending.learn(position.steps, position.episodes)
 
     def may_begin_anew(self, *, resetting: bool) -> bool:
         """Tell whether new envs may replace all; ``resetting``: the next request resets all."""
