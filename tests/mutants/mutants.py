@@ -398,7 +398,7 @@ MUTANTS = [
     Mutant(
         "A replay by edited code counts as exact.",
         3,
-        "supervisor:Supervisor.take_over",
+        "recoverer:Recoverer.bring_back",
         "not (source.plan.resets or progress.changed)",
         "not source.plan.resets",
         CODE,
@@ -510,7 +510,7 @@ MUTANTS = [
     Mutant(
         "A replay from a reset counts as exact.",
         3,
-        "supervisor:Supervisor.take_over",
+        "recoverer:Recoverer.bring_back",
         "progress.is_exact = not isinstance(source, Replayed) or not (source.plan.resets or progress.changed)",
         "progress.is_exact = True",
         REPLAYED,
@@ -1343,7 +1343,7 @@ MUTANTS = [
     Mutant(
         "A worker is given no time to close its envs where nobody has called close().",
         7,
-        "supervisor:Supervisor._adopt",
+        "supervisor:Supervisor.take_over",
         "channel.envs, channel.patience = self._envs, self.deadlines.close",
         "channel.envs, channel.patience = self.reporter.env_in(-1), 0.5",
         ("tests/faults/test_close.py",),

@@ -8,6 +8,7 @@ the ``Read`` together with the end of the request.
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -121,6 +122,12 @@ class Answers:
         self._same_step, self._truncates = same_step, truncates
         self.started = 0
         self.starts: Starts = ()
+
+    def at(self, position: Position) -> Answers:
+        """Return what reads replies to a caller who has seen what this position says."""
+        other = copy.copy(self)
+        other._position = position
+        return other
 
     def take(
         self, channel: Channel, number: int, state: State, message: Any, payload: bytes, lost: LostError | None

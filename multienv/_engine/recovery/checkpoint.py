@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import weakref
 from collections import deque
@@ -10,11 +11,8 @@ from hashlib import blake2b
 from typing import Any
 
 from multienv._engine.recovery.journal import Journal
-from multienv._engine.recovery.memory import MemoryAcrossResets
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.state_machine import Episode, Process, State
-from multienv._engine.wire.messages import Build
-from multienv.config import RestartPolicy
 from multienv.errors import NotRestoredError, UsageError
 
 # Version of the dict that state_dict() returns.
@@ -74,12 +72,15 @@ class KeptSnapshots:
 
     Args:
         free: Ends the process with this token; again does nothing.
+
+    Attributes:
+        dropped: Of snapshots to which nothing refers any more, and whose processes still run.
     """
 
     def __init__(self, free: Callable[[int], None]) -> None:
         self._free = free
         self._kept: dict[int, _Reference] = {}
-        self._dropped: deque[_Reference] = deque()
+        self.dropped: deque[_Reference] = deque()
 
     def __len__(self) -> int:
         """Return how many frozen processes there are."""
@@ -92,7 +93,7 @@ class KeptSnapshots:
 
     def add(self, snapshot: Snapshot) -> None:
         """Keep a snapshot."""
-        reference = _Reference(snapshot, self._dropped.append)
+        reference = _Reference(snapshot, self.dropped.append)
         reference.token = snapshot.token
         self._kept[snapshot.token] = reference
 
@@ -104,9 +105,9 @@ class KeptSnapshots:
 
     def free_dropped(self) -> None:
         """End the processes of the snapshots to which nothing refers any more."""
-        while self._dropped:
-            self.free(self._dropped[0].token)
-            self._dropped.popleft()  # after it: an interruption leaves it to the next call
+        while self.dropped:
+            self.free(self.dropped[0].token)
+            self.dropped.popleft()  # after it: an interruption leaves it to the next call
 
     def free_all(self) -> None:
         """End all frozen processes, also those of snapshots that are gone."""
@@ -149,9 +150,9 @@ def unpacked(state: Any, journal: Journal, slots: int) -> dict[str, Any]:
     return where
 
 
-def position_at(where: Mapping[str, Any], build: Build, policy: RestartPolicy, memory: MemoryAcrossResets) -> Position:
-    """Return a position of its own for where a worker stood; ``build``: what builds the present envs."""
-    there = Position(build, Journal(recording=True, policy=policy, memory=memory))
+def position_at(where: Mapping[str, Any], present: Position) -> Position:
+    """Return a position of its own for where a worker stood; ``present``: where it stands now."""
+    there = Position(present.build, copy.copy(present.journal))  # whose contents are replaced
     there.load(where)
     return there
 

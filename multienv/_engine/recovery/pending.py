@@ -11,6 +11,7 @@ from typing import Any
 from multienv._engine.processes.channel import Channel
 from multienv._engine.recovery import deadlines
 from multienv._engine.recovery.deadlines import LONGER, RequestDeadlines
+from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.state_machine import Kind, Request, State
 from multienv._engine.reports.texts import deadline_of, foreign_frames
 from multienv._engine.sometimes import sometimes
@@ -47,9 +48,9 @@ class Pending:
     for.
 
     Args:
+        position: What the caller has seen of the worker.
         env_in: Names the env in a slot for warnings; for slot -1 all of them.
         limits: Deadlines of requests.
-        slots: Number of envs.
         replays: A process that hangs is recovered.
 
     Attributes:
@@ -67,6 +68,7 @@ class Pending:
         "_longest",
         "_mark",
         "_own",
+        "_position",
         "_replays",
         "_saved",
         "_silence",
@@ -79,8 +81,11 @@ class Pending:
         "until",
     )
 
-    def __init__(self, env_in: Callable[[int], str], limits: RequestDeadlines, slots: int, *, replays: bool) -> None:
-        self._env_in, self._limits, self._slots, self._replays = env_in, limits, slots, replays
+    def __init__(
+        self, position: Position, env_in: Callable[[int], str], limits: RequestDeadlines, *, replays: bool
+    ) -> None:
+        self._position, self._env_in, self._limits, self._replays = position, env_in, limits, replays
+        self._slots = len(position.seeds)
         self.step_limit = limits.step
         self.message: Message | None = None
         self.payload = b""
@@ -133,10 +138,10 @@ class Pending:
             return None if limits.step is None else steps * self._slots * limits.step
         return {Kind.STEP: limits.step, Kind.RESET: limits.reset, Kind.CALL: limits.call}[kind]
 
-    def learn(self, steps: int, episodes: int) -> None:
-        """Find the deadlines that are ``"auto"``, after so many steps and resets."""
+    def learn(self) -> None:
+        """Find the deadlines that are ``"auto"``, after enough steps and resets."""
         if self._limits.is_learning:
-            self._limits.learn(steps, episodes)
+            self._limits.learn(self._position.steps, self._position.episodes)
             self.step_limit = self._limits.step
 
     def brief(self, request: Request | None, number: int) -> float:
@@ -144,20 +149,20 @@ class Pending:
         is_own = self.until is not None and not self._is_found(request, number)
         return deadlines.BRIEF * deadlines.LEAST if self._limits.is_learning and not is_own else 0.0
 
-    def find_limit(self, request: Request | None, steps: int, episodes: int) -> None:
+    def find_limit(self, request: Request | None) -> None:
         """Give a request that had no deadline when it was asked the one that is known now."""
         if self._limits.is_learning and request is not None and self.until is None:
-            self.learn(steps, episodes)
+            self.learn()
             limit = self.limit_of(request.kind, request.steps)
             if limit is not None:
                 self.bound(limit)
 
-    def note_time(self, request: Request | None, number: int, steps: int, episodes: int) -> None:
+    def note_time(self, request: Request | None, number: int) -> None:
         """Note how long an answered request took, if it was waited for, to find ``"auto"`` deadlines by that."""
         if not self._limits.is_learning or request is None:
             return
         if self._limits.note(request.kind.value, self._took(number, request)):
-            self.learn(steps, episodes)
+            self.learn()
 
     def lengthen(self, request: Request, number: int) -> bool:
         """Give a request with an ``"auto"`` deadline more time, once; tell whether it has got some."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from multienv._engine.recovery.journal import Journal
-from multienv._engine.wire.messages import BEGINNING, Build, Reset
+from multienv._engine.wire.messages import Build
 from multienv._engine.wire.segment import Segment
 
 PickledRows = tuple[int, list[bytes | None]]
@@ -77,14 +77,18 @@ class Position:
 
     # --- counting ---------------------------------------------------------------------------------
 
-    def count_reset(self, reset: Reset, number: int) -> None:
-        """Count the episodes that an answered reset has begun; ``number``: of the request."""
-        for slot, seed in enumerate(reset.seeds):
-            if reset.touches(slot):
-                self.episodes += 1
-                self.steps_before[slot] = self.steps
-                self.seeds[slot] = self.seeds[slot] if seed is None else seed
-                self.journal.note_ends((slot,), number)
+    def count_reset(self, seeds: Mapping[int, int | None], number: int) -> None:
+        """Count the episodes that an answered reset has begun.
+
+        Args:
+            seeds: Slot that was reset → its seed.
+            number: Of the request.
+        """
+        for slot, seed in seeds.items():
+            self.episodes += 1
+            self.steps_before[slot] = self.steps
+            self.seeds[slot] = self.seeds[slot] if seed is None else seed
+        self.journal.note_ends(seeds, number)
 
     def count_step(self, answer: Any, segment: Segment, number: int, left_alone: Sequence[int] = ()) -> None:
         """Count a step, and the episodes that it has ended.
@@ -110,7 +114,7 @@ class Position:
         for done, number, slots in ends:
             self.steps = before + done
             if self.build.verbatim:
-                self.count_reset(BEGINNING, number)
+                self.count_reset({0: None}, number)
             else:
                 self.count_ends(slots)
                 self.journal.note_ends(slots, number)

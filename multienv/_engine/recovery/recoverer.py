@@ -479,6 +479,7 @@ class Recoverer:
                     dead = None
                 if isinstance(decided, TakeOver):
                     assert channel is not None
+                    progress.is_exact = not isinstance(source, Replayed) or not (source.plan.resets or progress.changed)
                     if not isinstance(source, NewEnvs):
                         progress.method = "journal" if isinstance(source, Replayed) else "snapshot"
                     return Revived(channel, source, build, decided.mismatches)

@@ -77,8 +77,7 @@ class RolloutReader:
     Args:
         codec: Of the worker.
         position: Of the worker.
-        answers: Makes what reads the reply to each request, with a position of its own: what the caller has seen so far
-            within the rollout.
+        answers: Reads its replies.
         truncation_info: What ``info["multienv"]`` says of a truncation.
     """
 
@@ -86,13 +85,13 @@ class RolloutReader:
         self,
         codec: Codec,
         position: Position,
-        answers: Callable[[Codec, Position], Answers],
+        answers: Answers,
         truncation_info: TruncationInfo,
     ) -> None:
         build = position.build
         self._codec, self._truncation_info = codec, truncation_info
-        self._scratch = Position(build, position.journal)
-        self._answers = answers(codec, self._scratch)
+        self._scratch = Position(build, position.journal)  # what the caller has seen so far within the rollout
+        self._answers = answers.at(self._scratch)
         self._same_step, self._truncates = build.autoreset == "SAME_STEP", build.truncates_errors
         self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
         self._aside.lay_out(codec.layout)

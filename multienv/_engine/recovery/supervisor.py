@@ -254,12 +254,8 @@ class Supervisor:
         self.reporter = Reporter(self.position, index, hooks, reports)
         self._envs = self.reporter.env_in(-1)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
-        self.pending = Pending(
-            self.reporter.env_in,
-            RequestDeadlines(deadlines, resets_in_steps=resets_itself),
-            len(build.draws),
-            replays=policy.on_timeout == "replay",
-        )
+        limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
+        self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
         self.recoverer = Recoverer(
             launcher, policy, deadlines, self.reporter.recovering, self._strayed, lambda number: journal.since(number)
         )
@@ -345,7 +341,7 @@ class Supervisor:
                 self._prepare_step(action, waits, touched)
 
     def _send_beginning(self, waits: bool) -> bool:
-        """Publish the reset of a single env that carries nothing, if there is nothing to see to first."""
+        """Publish the reset of a single env that carries nothing, if its episode has ended and nothing else is due."""
         maintenance = self.maintenance
         if self.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
             return False
@@ -407,7 +403,7 @@ class Supervisor:
             brief = self.pending.brief(self.state.request, number) if until is None else 0.0
             if brief and channel.wait(number, time.monotonic() + brief):
                 return True
-            self._find_limit()
+            self.pending.find_limit(self.state.request)
             was_here = channel.answered(number)
             is_here = self.pending.await_reply(channel, number, until, self.state.request)
             if not was_here:
@@ -422,10 +418,7 @@ class Supervisor:
         """Note how long the pending request took, when a wait for it has ended; deadlines are found by that."""
         number = self.position.number + 1
         if self.segment is not None and self.segment.words[REPLY] == number:
-            self.pending.note_time(self.state.request, number, self.position.steps, self.position.episodes)
-
-    def _find_limit(self) -> None:
-        self.pending.find_limit(self.state.request, self.position.steps, self.position.episodes)
+            self.pending.note_time(self.state.request, number)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -460,9 +453,9 @@ class Supervisor:
         with self.lock:
             is_reset, steps = isinstance(message, Reset), message.steps if isinstance(message, Rollout) else 0
             kind = Kind.STEP if steps else Kind.RESET if is_reset else Kind.CALL
-            self.check(name, kind)
             if message is BEGINNING and self._send_beginning(waits):
                 return
+            self.check(name, kind)
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
                 self.apply_limits(resetting=getattr(message, "mask", None) is None)
             resets_all = isinstance(message, Reset) and message.mask is None
@@ -475,7 +468,7 @@ class Supervisor:
             if isinstance(message, Rollout):
                 message = replace(message, shown=self.position.shown(self.segment))
             try:
-                payload = pack_message(message)
+                payload = b"" if message is BEGINNING else pack_message(message)
             except Unpicklable as unpicklable:
                 error = unpicklable.__cause__
                 raise UsageError(
@@ -717,18 +710,6 @@ class Supervisor:
         loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, memory, begun))
         return instruction
 
-    def take_over(self, revived: Revived, progress: RecoveryProgress) -> None:
-        """Make a process the worker's, with envs that were brought back in it: the end of every way back."""
-        journal, source = self.position.journal, revived.source
-        progress.is_exact = not isinstance(source, Replayed) or not (source.plan.resets or progress.changed)
-        self.position.build = revived.build
-        if isinstance(source, NewEnvs):
-            journal.begin(self.position.number, source.calls)
-        elif isinstance(source, Replayed):
-            journal.go_on_from(source.plan)
-            journal.lose(revived.mismatches)
-        self._adopt(revived.channel, progress.replayed)
-
     def _strayed(self, slot: int, what: str) -> None:
         """Note that a slot was replayed from a reset otherwise than it was seen."""
         spec = None if self.description is None else self.description.spec
@@ -796,7 +777,7 @@ class Supervisor:
         if is_step:
             position.count_step(read.answer, channel.segment, number, request.left_alone)
         elif isinstance(message, Reset) and not read.failed:
-            position.count_reset(message, number)
+            position.count_reset(message.begun, number)
         # Between other requests the numbers of steps may all be odd ones, and none the 64th.
         self._look(number, is_due=not is_step or read.ended or not position.number & SAMPLE)
 
@@ -808,7 +789,7 @@ class Supervisor:
         assert isinstance(message, Rollout)
         if self._rollout_reader is None:
             info = self.reporter.truncation_info
-            self._rollout_reader = RolloutReader(self.codec, position, self._new_answers, info)
+            self._rollout_reader = RolloutReader(self.codec, position, self.answers, info)
         reply = self._rollout_reader.take(channel, number, message, self.state.skipped)
         position.journal.cut(position.number)
         for one, entry in enumerate(reply.entries, number):
@@ -828,7 +809,7 @@ class Supervisor:
     def count_plain(self, answer: Any, number: int, meaning: int) -> None:
         """Count a plain answer, if there is more to count than a step, and see what is due."""
         if meaning == BEGINS:  # a single env was reset
-            self.position.count_reset(BEGINNING, number)
+            self.position.count_reset({0: None}, number)
         else:
             self.position.count_step(answer, self.segment, number)
         self._look(number, is_due=not number & SAMPLE or self.maintenance.recycling.wanted)
@@ -865,7 +846,7 @@ class Supervisor:
                 number = self._building
             else:
                 return None
-            self._find_limit()
+            self.pending.find_limit(self.state.request)
             return channel, number, self.pending.due(channel, number, self.state.request)
 
     def bound(self, seconds: float) -> None:
@@ -884,21 +865,17 @@ class Supervisor:
         assert self.description is not None
         self.position.journal.lay_out(codec.layout.end, codec.slots, self.description.seconds)
         self.rules = replace(self.rules, slots=codec.slots)
-        self.answers = self._new_answers(codec, self.position)
-        self.codec = codec
-
-    def _new_answers(self, codec: Codec, position: Position) -> Answers:
-        """Make what reads replies."""
-        build = position.build
-        return Answers(
+        build = self.position.build
+        self.answers = Answers(
             codec,
-            position,
+            self.position,
             lambda slot, failure: self.reporter.error_of(slot, failure, self._name()),
             self.reporter.truncation_info,
             self._set_spaces,
             same_step=build.autoreset == "SAME_STEP",
             truncates=build.truncates_errors,
         )
+        self.codec = codec
 
     def _set_spaces(self, spaces: bytes) -> None:
         """Show spaces that a single env has set, pickled; ``b""``: those that it was built with."""
@@ -911,21 +888,26 @@ class Supervisor:
         if show is not None:
             show(shown)
 
-    def _adopt(self, channel: Channel, replayed: int) -> None:
-        """Go on with a process, in which so many requests were replayed; end the one before."""
-        codec, segment, old = self.codec, channel.segment, self.channel
+    def take_over(self, revived: Revived, progress: RecoveryProgress) -> None:
+        """Go on with a process in which the envs are back, and end the one before: the end of every way back."""
+        position, codec, channel, old = self.position, self.codec, revived.channel, self.channel
         assert codec is not None
+        position.build, source, journal = revived.build, revived.source, position.journal
+        if isinstance(source, NewEnvs):
+            journal.begin(position.number, source.calls)
+        elif isinstance(source, Replayed):
+            journal.go_on_from(source.plan)
+            journal.lose(revived.mismatches)
         if channel.code:
-            self.position.build = replace(self.position.build, code=self.recoverer.code.shared(channel.code))
-        buffers = buffers_of(self, channel, codec)
+            position.build = replace(position.build, code=self.recoverer.code.shared(channel.code))
+        segment, buffers = channel.segment, buffers_of(self, channel, codec)
         if self.segment is not None:
-            self.position.show(segment, self.position.shown(self.segment))
+            position.show(segment, position.shown(self.segment))
         self.answers.started, self._long_past = 0, False
-        self.pending.put(segment, self.position.number + 1)
+        self.pending.put(segment, position.number + 1)
         self.channel, self.segment, self.buffers = channel, segment, buffers
         self.recoverer.handed_over()
-        is_over = self.is_between_episodes()
-        self.maintenance.begin(channel, replayed, is_over=is_over)
+        self.maintenance.begin(channel, progress.replayed, is_over=self.is_between_episodes())
         channel.prefer(self.core, sharing=self._sharing)
         channel.envs, channel.patience = self._envs, self.deadlines.close
         if old is not None and old is not channel:
@@ -968,13 +950,14 @@ class Supervisor:
             starts: Resets that were answered now, where a replay can begin.
             resetting: That request resets all envs.
         """
-        self._kept.free_dropped()
+        if self._kept.dropped:
+            self._kept.free_dropped()
         channel, position = self.channel, self.position
         if channel is not None:
             position.seconds += self.maintenance.count_time(channel, self.recoverer.losses)
             position.note_starts(starts)
             self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
-            self.pending.learn(position.steps, position.episodes)
+            self.pending.learn()
 
     def may_begin_anew(self, *, resetting: bool) -> bool:
         """Tell whether new envs may replace all; ``resetting``: the next request resets all."""
@@ -1118,7 +1101,6 @@ class Supervisor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called, in a new process. Raises UsageError, NotRestoredError."""
-        self.initialize()
         with self.lock:
             self.check("load_state_dict")
             where = unpacked(state, self.position.journal, self.rules.slots)
@@ -1138,7 +1120,7 @@ class Supervisor:
     def _return_to(self, where: Mapping[str, Any], sources: Sequence[Source]) -> None:
         """Bring the envs to where a worker stood, from these sources or by a replay of what led there."""
         memory, progress = self.position.journal.memory, self.recoverer.begin(planned=True)
-        there = position_at(where, self.position.build, self.policy, memory)
+        there = position_at(where, self.position)
         replays, why = map(Replayed, there.journal.plans()), there.journal.why_no_plan()
         revived = self.recoverer.bring_back(there.build, [*sources, *replays], progress, why_no_source=why)
         self.refuse_if_closed("restore", revived.channel)

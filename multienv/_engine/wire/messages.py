@@ -158,6 +158,11 @@ class Reset:
         """Tell whether this resets the slot."""
         return self.mask is None or self.mask[slot]
 
+    @property
+    def begun(self) -> dict[int, int | None]:
+        """Return the seeds of the slots that this resets."""
+        return {slot: seed for slot, seed in enumerate(self.seeds) if self.touches(slot)}
+
 
 # The reset of a single env that carries nothing: it travels as a kind of request of its own, without payload.
 BEGINNING = Reset((None,), (None,))
