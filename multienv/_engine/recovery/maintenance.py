@@ -9,7 +9,6 @@ from typing import Any
 from multienv._engine.processes.channel import Channel
 from multienv._engine.recovery.policy import Losses, Recycling
 from multienv._engine.recovery.position import Position
-from multienv._engine.recovery.reporter import memory_of
 from multienv._engine.recovery.state_machine import Kind, State
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.segment import (
@@ -123,7 +122,7 @@ class Maintenance:
         if self.recycling.wanted and not self.recycling_due:
             is_over = is_between()
             counts = position.steps, self._ended(is_over=is_over), len(position.seeds)
-            self.recycling_due = self.recycling.due(*counts, lambda: memory_of(channel), is_over=is_over)
+            self.recycling_due = self.recycling.due(*counts, channel.memory, is_over=is_over)
         is_ripe = bool(self.recycling_due) and not self.recycling.is_put_off(position.episodes)
         self.is_due = is_ripe or bool(self.needs_rebuild)
 

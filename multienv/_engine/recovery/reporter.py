@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multienv._engine.interrupts import runs_user_code
-from multienv._engine.processes.channel import Channel, Gone
+from multienv._engine.processes.channel import Gone
 from multienv._engine.recovery import state_machine
 from multienv._engine.recovery.journal import furthest_replay
 from multienv._engine.recovery.policy import RecoveryProgress
@@ -24,7 +24,6 @@ from multienv._engine.reports.crash import Case, CrashReports
 from multienv._engine.reports.texts import env_error, lost_error, named, outcome_text, what_happened
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import Description, Failure
-from multienv._engine.wire.segment import RESIDENT
 from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv.errors import WorkerLostError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
@@ -326,22 +325,6 @@ class Reporter:
             last_loss=self.last_loss,
             last_recovery=self.last_recovery,
         )
-
-
-def memory_of(channel: Channel) -> int | None:
-    """Return the resident memory of a channel's process, ``None`` where it is not known."""
-    return channel.segment.words[RESIDENT] or resident_bytes(channel.pid)
-
-
-def resident_bytes(pid: int | None) -> int | None:
-    """Return the resident memory of a process, ``None`` where it cannot be read."""
-    try:
-        fields = Path(f"/proc/{pid}/statm").read_text().split()
-    except OSError:  # not Linux, or it has just ended
-        return None
-    import resource
-
-    return int(fields[1]) * resource.getpagesize()
 
 
 @runs_user_code

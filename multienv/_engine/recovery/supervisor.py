@@ -65,8 +65,8 @@ from multienv._engine.recovery.recoverer import (
     Revived,
     Unrecoverable,
 )
-from multienv._engine.recovery.replacement import can_replay, replaced
-from multienv._engine.recovery.reporter import Reporter, memory_of
+from multienv._engine.recovery.replacement import Replacement
+from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.rollouts import RolloutReader
 from multienv._engine.recovery.state_machine import (
     Asked,
@@ -133,10 +133,6 @@ logger = logging.getLogger("multienv")
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
 _tokens = count(1)
-_ADVICE = (
-    ". RestartPolicy(accept='exact') takes no new envs, which would not remember earlier episodes. Raise the limit, or "
-    "if the env needs no such memory, give accept='replayed' or recycle_after_episodes"
-)
 # Seconds that close() waits for a call whose process it has killed, and for the log to take its warning.
 _SOON = 0.5
 _INTERRUPTED = "it was ended, because an exception of a signal handler struck in a call that had asked it"
@@ -971,62 +967,35 @@ class Supervisor:
 
     @interrupts.shielded
     def _replace(self, *, is_anew: bool) -> None:
-        """Replace the process: with new envs if ``is_anew``, else if they can be replayed.
-
-        Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
-        the new one is built beside it. If the envs cannot be built there, the old processes of the batch end first from
-        then on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
-        """
-        maintenance, reporter, position = self.maintenance, self.reporter, self.position
-        anew = tuple(range(self.rules.slots)) if is_anew else tuple(sorted(maintenance.needs_rebuild))
-        why = maintenance.recycling_due or "after a reset that ended process after process"
-        is_all = len(anew) == self.rules.slots
-        ends_first = is_all or (self.recoverer.code.builds_alone and can_replay(position, frozenset(anew)))
+        """Replace the process: with new envs if ``is_anew``, else if they can be replayed."""
+        plan = Replacement(self.recoverer, self.position, self.maintenance, self.reporter, is_anew=is_anew)
         try:
-            generators = self.ask_between(GetGenerators(anew)) if anew else {}
-        except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
-            sometimes("a process is lost before it is replaced by plan")
+            generators = self.ask_between(GetGenerators(plan.anew)) if plan.anew else {}
+        except (MultienvError, RequestFailedError) as error:
             if self.state.process is Process.NONE and not self.state.pending_truncations:
                 raise  # the policy says so; the caller's request has no envs to go to
-            logger.warning("%s: its process is not replaced: %s", reporter.name, error)
-            maintenance.put_off()
+            plan.tell_lost(error)
             return
-        before, channel, progress = self.state, self.channel, self.recoverer.begin(planned=True)
+        before, channel = self.state, self.channel
         assert channel is not None
-        progress.is_optional, has_asked = not ends_first, bool(channel.segment.words[ASKED])
-        if ends_first:
+        has_asked = bool(channel.segment.words[ASKED])
+        if plan.ends_first:
             self.mark_lost()
             limit = self.deadlines.close
             self.ask_to_end(channel, limit, time.monotonic() + limit + crowd_seconds(), keep_memory=True)
         try:
-            if has_asked and not ends_first:  # if the replay failed, the old envs would go on with another server
-                raise Unrecoverable("a replay would ask outside what the envs of the old process have asked")
-            revived = replaced(self.recoverer, position, generators, progress)
+            revived = plan.bring_back(generators, has_asked=has_asked)
         except (Unrecoverable, OSError) as reason:
             if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
                 raise
             self._refuse_if_unusable("step")
-            maintenance.put_off(is_built=not isinstance(reason, NotBuilt))
-            self.recoverer.code.builds_alone |= isinstance(reason, NotBuilt)
-            sometimes("a process that has ended first is not replaced", ends_first)
-            sometimes("a replacement by plan is put off", not ends_first)
-            if ends_first:
-                self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
-            advice = "" if maintenance.takes_new_envs else _ADVICE
-            reporter.recycling(why, "put off", f"{reason}{advice}", progress)
+            self._why_lost = plan.put_off(reason)
             return
         self.refuse_if_closed("step", revived.channel)
-        sometimes("a process is replaced by plan")
         self.mark_lost()
-        self.take_over(revived, progress)
+        self.take_over(revived, plan.progress)
         self.set_state(before)
-        memory = position.journal.memory
-        if isinstance(revived.source, NewEnvs):
-            reporter.recycling(why, "reset", memory.note_loss(reporter.name, why), progress)
-        elif progress.is_exact:
-            reporter.recycling(why, "exact", "", progress)
-        else:
-            reporter.recycling(why, "replayed", progress.changed or memory.reservation, progress)
+        plan.tell(revived.source)
 
     def _replace_if_due(self, *, resetting: bool) -> None:
         """Replace the process if that is due; ``resetting``: the next request resets all envs."""
@@ -1335,7 +1304,7 @@ class Supervisor:
         return self.reporter.statistics(
             state=name_of(state, started=self.recoverer.description is not None),
             pid=None if alive is None else alive.pid,
-            rss=None if alive is None else memory_of(alive),
+            rss=None if alive is None else alive.memory(),
             restarts=self.recoverer.restarts,
             step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
             journal_bytes=len(self.position.journal),
