@@ -149,12 +149,14 @@ class Revived:
         source: Where they come from.
         build: The request that has built them; of a snapshot that of the process it was taken of.
         mismatches: Slot → difference, for each slot that is not as the caller saw it.
+        progress: What it has taken.
     """
 
     channel: Channel
     source: Source
     build: Build
     mismatches: Mapping[int, str]
+    progress: RecoveryProgress
 
     @property
     def plan(self) -> Plan | None:
@@ -482,7 +484,7 @@ class Recoverer:
                     progress.is_exact = not isinstance(source, Replayed) or not (source.plan.resets or progress.changed)
                     if not isinstance(source, NewEnvs):
                         progress.method = "journal" if isinstance(source, Replayed) else "snapshot"
-                    return Revived(channel, source, build, decided.mismatches)
+                    return Revived(channel, source, build, decided.mismatches, progress)
                 instruction = decided
                 next_source = instruction.source if isinstance(instruction, Try) else None
                 if isinstance(next_source, NewestSnapshot) and next_source.of is channel:

@@ -19,10 +19,9 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,15 @@ from multienv._engine.processes.channel import Channel, Gone, SystemErrors
 from multienv._engine.processes.endings import BUSY_PATIENCE, Cut, let_go, log_cuts
 from multienv._engine.processes.worker_process import crowd_seconds
 from multienv._engine.recovery.answers import Answers, Read
-from multienv._engine.recovery.checkpoint import KeptSnapshots, Snapshot, packed, position_at, state_at, unpacked
+from multienv._engine.recovery.checkpoint import (
+    KeptSnapshots,
+    Snapshot,
+    brought_back,
+    packed,
+    state_at,
+    unpacked,
+    where_of,
+)
 from multienv._engine.recovery.deadlines import RequestDeadlines
 from multienv._engine.recovery.hot_path import (
     BEGINS,
@@ -54,7 +61,6 @@ from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery, slot_to_blame, useful_snapshot
 from multienv._engine.recovery.maintenance import Maintenance
 from multienv._engine.recovery.pending import Pending
-from multienv._engine.recovery.policy import MOST_SNAPSHOTS, RecoveryProgress
 from multienv._engine.recovery.position import Position, Starts
 from multienv._engine.recovery.recoverer import (
     BudgetSpentError,
@@ -96,7 +102,7 @@ from multienv._engine.recovery.state_machine import (
     refusal,
     slots_between,
 )
-from multienv._engine.recovery.way_back import KeptSnapshot, NewEnvs, Replayed, Source
+from multienv._engine.recovery.way_back import NewEnvs, Replayed
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Lock, beside, close_at_once
 from multienv._engine.wire.codecs import Codec
@@ -122,7 +128,6 @@ from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
     ClosedError,
     MultienvError,
-    NotRestoredError,
     UsageError,
     WaitTimeout,
 )
@@ -132,7 +137,6 @@ logger = logging.getLogger("multienv")
 
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
-_tokens = count(1)
 # Seconds that close() waits for a call whose process it has killed, and for the log to take its warning.
 _SOON = 0.5
 _INTERRUPTED = "it was ended, because an exception of a signal handler struck in a call that had asked it"
@@ -607,7 +611,7 @@ class Supervisor:
             if self._give_up_request(error) is Instruction.TRUNCATE:
                 return Instruction.TRUNCATE
             raise error from error.__cause__ or why.with_traceback(None)  # what env_fn raised, if it did
-        self.take_over(revived, progress)
+        self.take_over(revived)
         return self._happen(Launched(), Built())
 
     def _unbuilt(self, why: Unrecoverable) -> Exception:
@@ -649,8 +653,7 @@ class Supervisor:
             self.loss_recovery = None
         self._lay_out()
         assert self.channel is not None
-        first = Revived(self.channel, NewEnvs(), self.position.build, {})
-        self.take_over(first, self.recoverer.begin(planned=True))
+        self.take_over(Revived(self.channel, NewEnvs(), self.position.build, {}, self.recoverer.begin(planned=True)))
         return self._happen(outcome)
 
     def _build_outcome(self, until: float | None) -> Event | Exception | None:
@@ -698,7 +701,7 @@ class Supervisor:
         self.refuse_if_closed("collect", None if found is None else found.channel)
         if found is not None:
             long_past = self.position.journal.can_be_shorter(found.plan)
-            self.take_over(found, loss_recovery.progress)
+            self.take_over(found)
             self._long_past = long_past
         before, loss_recovery.processes = self.state, self.state.losses
         instruction = self._happen(event)
@@ -884,7 +887,7 @@ class Supervisor:
         if show is not None:
             show(shown)
 
-    def take_over(self, revived: Revived, progress: RecoveryProgress) -> None:
+    def take_over(self, revived: Revived) -> None:
         """Go on with a process in which the envs are back, and end the one before: the end of every way back."""
         position, codec, channel, old = self.position, self.codec, revived.channel, self.channel
         assert codec is not None
@@ -903,7 +906,7 @@ class Supervisor:
         self.pending.put(segment, position.number + 1)
         self.channel, self.segment, self.buffers = channel, segment, buffers
         self.recoverer.handed_over()
-        self.maintenance.begin(channel, progress.replayed, is_over=self.is_between_episodes())
+        self.maintenance.begin(channel, revived.progress.replayed, is_over=self.is_between_episodes())
         channel.prefer(self.core, sharing=self._sharing)
         channel.envs, channel.patience = self._envs, self.deadlines.close
         if old is not None and old is not channel:
@@ -993,7 +996,7 @@ class Supervisor:
             return
         self.refuse_if_closed("step", revived.channel)
         self.mark_lost()
-        self.take_over(revived, plan.progress)
+        self.take_over(revived)
         self.set_state(before)
         plan.tell(revived.source)
 
@@ -1012,18 +1015,13 @@ class Supervisor:
         """Keep the envs as they are now, to come back to with :meth:`restore`, any number of times."""
         with self.lock:
             self.check("snapshot")
-            self._kept.free_dropped()
-            kept = len(self._kept)
-            if kept >= MOST_SNAPSHOTS:
-                raise UsageError(
-                    f"snapshot(): {kept} are kept, as many as a worker may keep. free() some, or let go of them."
-                )
+            token = self._kept.new_token()
             if self.state.process is Process.NONE:
                 raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
-            token = next(_tokens)
             try:
                 obstacle = self.ask_between(KeepSnapshot(token, self.position.number))
-                snapshot = Snapshot(token, self._where(), self._kept, self.reporter.env_in(-1))
+                where = where_of(self.position, self.state, self.segment)
+                snapshot = Snapshot(token, where, self._kept, self.reporter.env_in(-1))
             except BaseException:
                 sometimes("a snapshot is broken off while it is taken")
                 if self.channel is not None:
@@ -1042,69 +1040,37 @@ class Supervisor:
         """Bring the envs back to where they were when this snapshot was taken. Raises UsageError, NotRestoredError."""
         with self.lock:
             self.check("restore")
-            if not isinstance(snapshot, Snapshot) or snapshot.kept is not self._kept:
-                raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of this env; snapshot() returns one.")
-            if snapshot.is_free:
-                raise UsageError("restore(): this snapshot has been freed.")
+            self._kept.check(snapshot)
             # First: else this process is the parent of the woken one, and the monitor does not see that one end.
             self.give_up()
-            copy = KeptSnapshot(snapshot.token, snapshot.position["number"])
-            try:
-                self._return_to(snapshot.position, [copy])
-            except Unrecoverable as reason:
-                raise NotRestoredError(
-                    f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
-                ) from reason.with_traceback(None)  # its frames would keep a segment mapped
+            self._return_to(snapshot.position, snapshot.token)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it takes to go on from here in another trainer: plain data. Raises UsageError."""
         with self.lock:
             self.check("state_dict")
-            journal = self.position.journal
-            if not journal.replaying or not any(not plan.missing for plan in journal.plans()):
-                raise UsageError(
-                    "state_dict(): what drove the env is not all known: its RestartPolicy does not replay; or the "
-                    "episode has outgrown its journal_limit or replay_limit, until the next one has ended."
-                )
-            return packed(self._where())
+            return packed(where_of(self.position, self.state, self.segment), self.position.journal)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called, in a new process. Raises UsageError, NotRestoredError."""
         with self.lock:
             self.check("load_state_dict")
-            where = unpacked(state, self.position.journal, self.rules.slots)
-            try:
-                self._return_to(where, [])
-            except Unrecoverable as reason:
-                raise NotRestoredError(
-                    f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
-                    "The env is as it was before."
-                ) from reason.with_traceback(None)
+            self._return_to(unpacked(state, self.position.journal, self.rules.slots))
 
-    def _where(self) -> dict[str, Any]:
-        """Return where the worker stands, as plain data."""
-        episode, truncations = self.state.episode.value, self.state.pending_truncations
-        return {**self.position.dump(self.segment), "episode": episode, "pending_truncations": truncations}
-
-    def _return_to(self, where: Mapping[str, Any], sources: Sequence[Source]) -> None:
-        """Bring the envs to where a worker stood, from these sources or by a replay of what led there."""
-        memory, progress = self.position.journal.memory, self.recoverer.begin(planned=True)
-        there = position_at(where, self.position)
-        replays, why = map(Replayed, there.journal.plans()), there.journal.why_no_plan()
-        revived = self.recoverer.bring_back(there.build, [*sources, *replays], progress, why_no_source=why)
+    def _return_to(self, where: Mapping[str, Any], token: int | None = None) -> None:
+        """Go on where a worker stood; ``token``: of the process that was frozen there."""
+        position = self.position
+        revived = brought_back(self.recoverer, where, position, self.reporter.name, token)
         self.refuse_if_closed("restore", revived.channel)
-        sometimes("a kept snapshot is gone", bool(sources) and revived.plan is not None)
-        if revived.plan is not None and revived.plan.resets:
-            logger.warning("%s: restored by a replay from a reset. %s", self.reporter.name, memory.reservation)
         self.give_up()
-        spaces = self.position.spaces
-        self.position.load(where)
+        spaces = position.spaces
+        position.load(where)
         self.maintenance.moved()
         self.pending.forget()
-        self.take_over(revived, progress)
-        self.position.show(revived.channel.segment, where["shown"])
-        if self.position.spaces != spaces:
-            self._set_spaces(self.position.spaces)
+        self.take_over(revived)
+        position.show(revived.channel.segment, where["shown"])
+        if position.spaces != spaces:
+            self._set_spaces(position.spaces)
         self.set_state(state_at(where))
 
     @interrupts.shielded
