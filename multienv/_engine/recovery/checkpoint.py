@@ -15,6 +15,7 @@ from typing import Any
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import Recoverer, Revived, Unrecoverable
+from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.state_machine import Episode, Process, State
 from multienv._engine.recovery.way_back import KeptSnapshot, Replayed, Source
 from multienv._engine.sometimes import sometimes
@@ -192,7 +193,7 @@ def unpacked(state: Any, journal: Journal, slots: int) -> dict[str, Any]:
 
 
 def brought_back(
-    recoverer: Recoverer, where: Mapping[str, Any], present: Position, name: str, token: int | None = None
+    recoverer: Recoverer, where: Mapping[str, Any], present: Position, reporter: Reporter, token: int | None = None
 ) -> Revived:
     """Bring envs back to where a worker stood: from a frozen process, or by a replay of what led there.
 
@@ -200,7 +201,7 @@ def brought_back(
         recoverer: Of the worker that is to go on from there.
         where: What :func:`where_of` returned.
         present: Where that worker stands now.
-        name: Its envs, in words.
+        reporter: Names its envs.
         token: Of the frozen process; ``None``: there is none.
 
     Raises:
@@ -220,7 +221,8 @@ def brought_back(
         raise NotRestoredError(text) from reason.with_traceback(None)  # its frames would keep a segment mapped
     sometimes("a kept snapshot is gone", bool(frozen) and revived.plan is not None)
     if revived.plan is not None and revived.plan.resets:
-        logger.warning("%s: restored by a replay from a reset. %s", name, present.journal.memory.reservation)
+        reservation = present.journal.memory.reservation
+        logger.warning("%s: restored by a replay from a reset. %s", reporter.name, reservation)
     return revived
 
 

@@ -126,9 +126,14 @@ class Maintenance:
         is_ripe = bool(self.recycling_due) and not self.recycling.is_put_off(position.episodes)
         self.is_due = is_ripe or bool(self.needs_rebuild)
 
-    def snapshots(self, channel: Channel | None) -> tuple[int, str, float | None]:
-        """Return how many forked snapshots the process has taken, why it takes none now, and how often it does."""
+    def statistics(self, channel: Channel | None) -> dict[str, Any]:
+        """Return what is told of a process, by the names that ``Statistics`` has for it."""
         if channel is None:
-            return 0, "", None
-        words, interval = channel.segment.words, channel.segment.times[SNAPSHOT_SECONDS]
-        return words[SNAPSHOTS], OBSTACLES[words[OBSTACLE]], interval or None
+            return {"step_seconds": None, "snapshots": 0, "no_snapshots": "", "snapshot_seconds": None}
+        words, times = channel.segment.words, channel.segment.times
+        return {
+            "step_seconds": times[STEP_SECONDS] or None,
+            "snapshots": words[SNAPSHOTS],
+            "no_snapshots": OBSTACLES[words[OBSTACLE]],
+            "snapshot_seconds": times[SNAPSHOT_SECONDS] or None,
+        }

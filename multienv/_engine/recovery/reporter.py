@@ -288,25 +288,13 @@ class Reporter:
         """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
         call_hooks(self.events)
 
-    def statistics(
-        self,
-        *,
-        state: str,
-        pid: int | None,
-        rss: int | None,
-        restarts: int,
-        step_seconds: float | None,
-        journal_bytes: int,
-        snapshots: tuple[int, str, float | None],
-    ) -> Statistics:
-        """Return the counters at this moment."""
+    def statistics(self, **others: Any) -> Statistics:
+        """Return the counters at this moment, with ``others``."""
         return Statistics(
-            state=state,
-            pid=pid,
+            **others,
             steps=self._position.steps,
             episodes=self._position.episodes,
             losses=self._losses,
-            restarts=restarts,
             recycled=self._recyclings.total() - self._recyclings["put off"],
             exact_recyclings=self._recyclings["exact"],
             replayed_recyclings=self._recyclings["replayed"],
@@ -316,12 +304,7 @@ class Reporter:
             truncated_recoveries=self._outcomes["truncated"],
             replayed_steps=self._replayed_requests,
             recovery_seconds=tuple(self._times),
-            step_seconds=step_seconds,
-            journal_bytes=journal_bytes,
-            snapshots=snapshots[0],
-            no_snapshots=snapshots[1],
-            snapshot_seconds=snapshots[2],
-            rss=rss,
+            journal_bytes=len(self._position.journal),
             last_loss=self.last_loss,
             last_recovery=self.last_recovery,
         )

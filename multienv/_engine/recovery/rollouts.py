@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery.answers import Answers, Read, Skipped, TruncationInfo, unreadable
+from multienv._engine.recovery.answers import Answers, Read, Skipped, unreadable
 from multienv._engine.recovery.hot_path import GOES_ON, plain_heads
 from multienv._engine.recovery.position import Position
 from multienv._engine.reports.texts import cause_of
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
-from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Extras, Illegible, NumberInfos, numbers_in
 from multienv._engine.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, call_user_code
 from multienv._engine.wire.rows import batch_of, leaf_spaces, nested, stacked
@@ -75,25 +74,15 @@ class RolloutReader:
     """Reads what a worker answered to a rollout.
 
     Args:
-        codec: Of the worker.
+        answers: Reads the replies of the worker.
         position: Of the worker.
-        answers: Reads its replies.
-        truncation_info: What ``info["multienv"]`` says of a truncation.
     """
 
-    def __init__(
-        self,
-        codec: Codec,
-        position: Position,
-        answers: Answers,
-        truncation_info: TruncationInfo,
-    ) -> None:
-        build = position.build
-        self._codec, self._truncation_info = codec, truncation_info
-        self._scratch = Position(build, position.journal)  # what the caller has seen so far within the rollout
-        self._answers = answers.at(self._scratch)
-        self._same_step, self._truncates = build.autoreset == "SAME_STEP", build.truncates_errors
+    def __init__(self, answers: Answers, position: Position) -> None:
+        self._scratch = Position(position.build, position.journal)  # what the caller has seen so far within the rollout
+        self._answers, self._codec = answers.at(self._scratch), answers.codec
         self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
+        codec = self._codec
         self._aside.lay_out(codec.layout)
         # Of replies that hold all there is to tell. That to a step which ended the episode of a single env does not.
         self._plain = {
@@ -196,9 +185,9 @@ class RolloutReader:
             bank.truncated[list(failed)] = True
             by_slot = dict(infos)
             for slot, error in failed.items():
-                final_info = {"multienv": self._truncation_info(str(error))}
+                final_info = {"multienv": self._answers.truncation_info(str(error))}
                 by_slot[slot] = {**by_slot.get(slot, {}), **final_info}
-                if self._same_step:
+                if self._answers.same_step:
                     last = observations[slot] if observations else codec.row(aside, read.number, slot)
                     by_slot[slot] |= {"final_obs": last, "final_info": final_info}
             infos = sorted(by_slot.items())
@@ -223,7 +212,7 @@ class RolloutReader:
             answer = self._legible(reply, partial(answers.reset, aside, read, BEGINNING, ()))
         else:
             answer = self._legible(reply, partial(answers.step, aside, read, ()))
-        if failed and self._truncates and not begins:
+        if failed and self._answers.truncates and not begins:
             reply.truncated_errors.append((0, answer))
         elif failed:
             reply.errors.setdefault(0, answer)

@@ -122,7 +122,7 @@ from multienv._engine.wire.messages import (
     pack_message,
     seeds_from,
 )
-from multienv._engine.wire.segment import ASKED, REPLY, REQUEST, STEP_SECONDS, Segment
+from multienv._engine.wire.segment import ASKED, REPLY, REQUEST, Segment
 from multienv._engine.worker.starts import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
@@ -784,11 +784,9 @@ class Supervisor:
         """Read, journal, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
         channel, position, message = self.channel, self.position, self.pending.message
         assert channel is not None
-        assert self.codec is not None
         assert isinstance(message, Rollout)
         if self._rollout_reader is None:
-            info = self.reporter.truncation_info
-            self._rollout_reader = RolloutReader(self.codec, position, self.answers, info)
+            self._rollout_reader = RolloutReader(self.answers, position)
         reply = self._rollout_reader.take(channel, number, message, self.state.skipped)
         position.journal.cut(position.number)
         for one, entry in enumerate(reply.entries, number):
@@ -864,15 +862,12 @@ class Supervisor:
         assert self.description is not None
         self.position.journal.lay_out(codec.layout.end, codec.slots, self.description.seconds)
         self.rules = replace(self.rules, slots=codec.slots)
-        build = self.position.build
         self.answers = Answers(
             codec,
             self.position,
             lambda slot, failure: self.reporter.error_of(slot, failure, self._name()),
             self.reporter.truncation_info,
             self._set_spaces,
-            same_step=build.autoreset == "SAME_STEP",
-            truncates=build.truncates_errors,
         )
         self.codec = codec
 
@@ -1060,7 +1055,7 @@ class Supervisor:
     def _return_to(self, where: Mapping[str, Any], token: int | None = None) -> None:
         """Go on where a worker stood; ``token``: of the process that was frozen there."""
         position = self.position
-        revived = brought_back(self.recoverer, where, position, self.reporter.name, token)
+        revived = brought_back(self.recoverer, where, position, self.reporter, token)
         self.refuse_if_closed("restore", revived.channel)
         self.give_up()
         spaces = position.spaces
@@ -1080,8 +1075,9 @@ class Supervisor:
         After a loss, the envs are recovered and the request is sent again.
         """
         while True:
-            if self.state.process is Process.LOST:
-                self._recover_now()
+            while self.state.process is Process.LOST:
+                if self._do_recover(None) not in (Instruction.RECOVER, Instruction.NOTHING):
+                    raise self.last_answer from None
             before, channel = self.state, self.channel
             assert channel is not None
             self.pending.begin(message, b"", ASIDE)
@@ -1096,14 +1092,6 @@ class Supervisor:
             else:
                 self.set_state(before)
                 return answer
-
-    def _recover_now(self) -> None:
-        """Recover the envs of a lost process while no request is pending."""
-        instruction = Instruction.RECOVER
-        while instruction is Instruction.RECOVER:
-            instruction = self._do_recover(None)
-        if instruction is not Instruction.NOTHING:
-            raise self.last_answer from None
 
     def lose(self, *, keeps_request: bool) -> None:
         """Count the process as lost if a request is pending, for which see :class:`Interrupted`."""
@@ -1263,18 +1251,15 @@ class Supervisor:
     def statistics(self) -> Statistics:
         """Return counters and state at this moment."""
         channel, state = self.channel, self.state
-        words = None if channel is None else channel.segment
         alive = channel if state.process in (Process.BUILDING, Process.READY) else None
         if alive is not None and alive.has_ended():
             alive = None
         return self.reporter.statistics(
-            state=name_of(state, started=self.recoverer.description is not None),
+            state=name_of(state, started=self.description is not None),
             pid=None if alive is None else alive.pid,
             rss=None if alive is None else alive.memory(),
             restarts=self.recoverer.restarts,
-            step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
-            journal_bytes=len(self.position.journal),
-            snapshots=self.maintenance.snapshots(channel),
+            **self.maintenance.statistics(channel),
         )
 
 
