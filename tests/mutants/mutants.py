@@ -678,7 +678,7 @@ MUTANTS = [
     Mutant(
         "Envs of a batch whose replay differs are adopted as exact.",
         3,
-        "supervisor:Supervisor._do_recover",
+        "loss_recovery:LossRecovery.recover",
         "found.mismatches.items()",
         "()",
     ),

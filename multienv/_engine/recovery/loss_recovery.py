@@ -9,7 +9,7 @@ from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.memory import MemoryAcrossResets
 from multienv._engine.recovery.policy import RecoveryProgress
 from multienv._engine.recovery.position import Position
-from multienv._engine.recovery.recoverer import Recoverer, Revived
+from multienv._engine.recovery.recoverer import NotBuilt, Recoverer, Revived, Unrecoverable
 from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Recovered, Request, State
 from multienv._engine.recovery.way_back import Replayed, Source
@@ -85,18 +85,23 @@ class LossRecovery:
         self.loss, self.progress, self.long_past = loss, progress, long_past
         self.processes = 0
 
-    def recover(self, recoverer: Recoverer, position: Position) -> Revived:
-        """Bring the envs back, with one charge to the budget and one deadline.
+    def recover(
+        self, recoverer: Recoverer, position: Position
+    ) -> tuple[Revived, Recovered] | tuple[None, NotRecovered]:
+        """Bring the envs back, with one charge to the budget and one deadline; return them, and what came of it.
 
         Raises:
             BudgetSpentError: The policy allows no further restart.
-            Unrecoverable: No source leads to the envs.
         """
         recoverer.arm(self.progress)
-        recoverer.admit(self.progress, position.steps)
-        why = position.journal.why_no_plan()
-        sources = self._sources(recoverer, position.journal)
-        return recoverer.bring_back(position.build, sources, self.progress, lost=self._lost, why_no_source=why)
+        try:
+            recoverer.admit(self.progress, position.steps)
+            why, sources = position.journal.why_no_plan(), self._sources(recoverer, position.journal)
+            found = recoverer.bring_back(position.build, sources, self.progress, lost=self._lost, why_no_source=why)
+        except Unrecoverable as why_not:
+            reason = f"{self._because(str(why_not))} {position.journal.memory.lost}".rstrip()
+            return None, NotRecovered(reason, is_built=not isinstance(why_not, NotBuilt))
+        return found, Recovered({slot: self._because(what) for slot, what in found.mismatches.items()})
 
     def _sources(self, recoverer: Recoverer, journal: Journal) -> list[Source]:
         """Return where the envs may come from: the snapshot first, then replays of the journal.
@@ -116,7 +121,7 @@ class LossRecovery:
         """Return a sentence that says how the process was lost."""
         return what_happened(self.loss)
 
-    def because(self, what: str) -> str:
+    def _because(self, what: str) -> str:
         """Return the reason for a truncation: what happened, and why the envs cannot be recovered."""
         return self._with_setback(f"{self.what_happened} It cannot be recovered: {what}.")
 

@@ -47,6 +47,7 @@ from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Illegible
 from multienv._engine.wire.messages import (
     Build,
+    Close,
     Description,
     Failure,
     Imports,
@@ -300,6 +301,10 @@ class Recoverer:
         now = time.monotonic()
         progress.log_at = now + (now - progress.began)
         self._tell(doing, progress)
+
+    def ask_to_close(self, channel: Channel) -> None:
+        """Ask a process to close its envs and end; does not wait."""
+        self.publish(channel, self.next_number(), pack_message(Close()))
 
     # --- building -----------------------------------------------------------------------------------
 

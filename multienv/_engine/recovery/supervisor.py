@@ -19,7 +19,7 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,7 @@ from gymnasium.error import NoAsyncCallError
 
 from multienv._engine import interrupts
 from multienv._engine.processes.channel import Channel, Gone, SystemErrors
-from multienv._engine.processes.endings import BUSY_PATIENCE, Cut, let_go, log_cuts
-from multienv._engine.processes.worker_process import crowd_seconds
+from multienv._engine.processes.endings import SOON, Closing, let_go
 from multienv._engine.recovery.answers import Answers, Read
 from multienv._engine.recovery.checkpoint import (
     KeptSnapshots,
@@ -88,9 +87,7 @@ from multienv._engine.recovery.state_machine import (
     Kind,
     Launched,
     Lost,
-    NotRecovered,
     Process,
-    Recovered,
     RecoveryDue,
     Replied,
     Request,
@@ -104,20 +101,18 @@ from multienv._engine.recovery.state_machine import (
 )
 from multienv._engine.recovery.way_back import NewEnvs, Replayed
 from multienv._engine.sometimes import sometimes
-from multienv._engine.threads import Lock, beside, close_at_once
+from multienv._engine.threads import Lock, beside
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Illegible
 from multienv._engine.wire.messages import (
     BEGINNING,
     Build,
-    Close,
     Description,
     GetGenerators,
     KeepSnapshot,
     Message,
     Reset,
     Rollout,
-    Unpicklable,
     call_user_code,
     pack_message,
     seeds_from,
@@ -137,8 +132,6 @@ logger = logging.getLogger("multienv")
 
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
-# Seconds that close() waits for a call whose process it has killed, and for the log to take its warning.
-_SOON = 0.5
 _INTERRUPTED = "it was ended, because an exception of a signal handler struck in a call that had asked it"
 # After so many losses for one request, all killed from outside, their common past may be to blame.
 _OUTSIDE_LOSSES = 3
@@ -166,20 +159,6 @@ def abandon_all(workers: Iterable[Supervisor]) -> None:
     let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
 
 
-def close_together(workers: Collection[Supervisor], calls: Iterable[Callable[[], Any]]) -> None:
-    """Make the calls that close these workers, all at the same time; log once for all that had to be killed."""
-    cuts: list[Cut] = []
-    for worker in workers:
-        worker.cuts = cuts
-    try:
-        close_at_once(calls)
-    finally:
-        for worker in workers:
-            worker.cuts = None
-        if cuts:
-            beside(partial(log_cuts, cuts), _SOON)
-
-
 class Supervisor:
     """Keeps the envs of one worker alive.
 
@@ -204,7 +183,7 @@ class Supervisor:
         reporter: Counts and reports what happens to the envs.
         on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
-        cuts: Where close() notes that it has killed the process; ``None``: it logs that itself.
+        closing: Ends the process by plan.
     """
 
     __slots__ = (
@@ -237,7 +216,6 @@ class Supervisor:
         self.core: int | None = None
         self.asked_by: Any = None
         self.seeds: Any = None
-        self.cuts: list[Cut] | None = None
         self.on_spaces: Callable[[], Callable[[tuple[Any, Any]], object] | None] = lambda: None
         self._sharing = 0
         self.policy, self.deadlines = policy, deadlines
@@ -259,6 +237,7 @@ class Supervisor:
         self.recoverer = Recoverer(
             launcher, policy, deadlines, self.reporter.recovering, self._strayed, lambda number: journal.since(number)
         )
+        self.closing = Closing(self.recoverer.ask_to_close, deadlines.close)
         self.channel: Channel | None = None
         self.loss_recovery: LossRecovery | None = None
         self._building = 0  # number of the request that builds the envs for the first time
@@ -315,9 +294,7 @@ class Supervisor:
             try:
                 self.recoverer.admit(progress, self.position.steps)
             except (BudgetSpentError, Unrecoverable):
-                loss_recovery.tell("raised", "the budget of restarts is spent")
-                self.drop()
-                return self._happen(BudgetSpent())
+                return self._spend_budget(loss_recovery)
             progress.attempts += 1
             self.recoverer.restarts += 1
         self.channel, self._building = self.recoverer.launch(self.position.build)
@@ -467,14 +444,7 @@ class Supervisor:
                 touched = message.mask
             if isinstance(message, Rollout):
                 message = replace(message, shown=self.position.shown(self.segment))
-            try:
-                payload = b"" if message is BEGINNING else pack_message(message)
-            except Unpicklable as unpicklable:
-                error = unpicklable.__cause__
-                raise UsageError(
-                    f"{name}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. "
-                    "Nothing was sent."
-                ) from error
+            payload = pack_message(message, name)
             self.pending.begin(message, payload, self.pending.limit_of(kind, steps))
             self._happen(Asked(Request(kind, name, waits, touched, steps)))
             if self.state.process is Process.READY:
@@ -685,21 +655,14 @@ class Supervisor:
             gone = self.channel.kill(detail=_INTERRUPTED)
             gone.detail, self._why_lost = self._why_lost or gone.detail, ""
             return self._lose(gone)
-        found: Revived | None = None
         try:
-            found = loss_recovery.recover(self.recoverer, self.position)
+            found, event = loss_recovery.recover(self.recoverer, self.position)
         except BudgetSpentError:
-            loss_recovery.tell("raised", "the budget of restarts is spent")
-            self.drop()
-            return self._happen(BudgetSpent())
-        except Unrecoverable as why:
-            self.drop()  # there may be one that an earlier try has adopted
-            reason = f"{loss_recovery.because(str(why))} {self.position.journal.memory.lost}".rstrip()
-            event: Recovered | NotRecovered = NotRecovered(reason, is_built=not isinstance(why, NotBuilt))
-        else:
-            event = Recovered({slot: loss_recovery.because(what) for slot, what in found.mismatches.items()})
+            return self._spend_budget(loss_recovery)
         self.refuse_if_closed("collect", None if found is None else found.channel)
-        if found is not None:
+        if found is None:
+            self.drop()  # there may be one that an earlier try has adopted
+        else:
             long_past = self.position.journal.can_be_shorter(found.plan)
             self.take_over(found)
             self._long_past = long_past
@@ -708,6 +671,12 @@ class Supervisor:
         memory, begun = self.position.journal.memory, self._between(self.state)
         loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, memory, begun))
         return instruction
+
+    def _spend_budget(self, loss_recovery: LossRecovery) -> Instruction:
+        """Note that no restart is left."""
+        loss_recovery.tell("raised", "the budget of restarts is spent")
+        self.drop()
+        return self._happen(BudgetSpent())
 
     def _strayed(self, slot: int, what: str) -> None:
         """Note that a slot was replayed from a reset otherwise than it was seen."""
@@ -979,8 +948,7 @@ class Supervisor:
         has_asked = bool(channel.segment.words[ASKED])
         if plan.ends_first:
             self.mark_lost()
-            limit = self.deadlines.close
-            self.ask_to_end(channel, limit, time.monotonic() + limit + crowd_seconds(), keep_memory=True)
+            self.closing.end(channel, *self.closing.time(), keep_memory=True)
         try:
             revived = plan.bring_back(generators, has_asked=has_asked)
         except (Unrecoverable, OSError) as reason:
@@ -1159,8 +1127,7 @@ class Supervisor:
             return
         self._closed = True
         self.recoverer.close()
-        limit = self.deadlines.close if patience is None else min(self.deadlines.close, max(0.0, patience))
-        spare = crowd_seconds() if limit == self.deadlines.close else 0.0  # a timeout of the caller's is kept
+        limit, until = self.closing.time(patience)
         mine = self.lock._is_owned()  # type: ignore[attr-defined]
         try:
             if mine or not self.lock.acquire(blocking=False):
@@ -1168,13 +1135,13 @@ class Supervisor:
                 if channel is not None:
                     channel.kill()
                 # Held by a call that sees the end of its process at once, unless this is a signal handler above it.
-                if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
+                if mine or not self.lock.acquire(timeout=min(limit, SOON)):
                     self.reporter.events.append((self._let_go, None))  # when that call is done
                     return
-            self._end(limit, time.monotonic() + limit + spare)  # again does nothing, unless it was interrupted
+            self._end(limit, until)  # again does nothing, unless it was interrupted
             unlogged = self.reporter.unlogged()
             if unlogged:
-                beside(partial(_warn, unlogged), _SOON)
+                beside(partial(_warn, unlogged), SOON)
             self._release()
         finally:
             if not mine:  # whether acquire() has returned cannot be known: an interruption may come right after it
@@ -1184,42 +1151,24 @@ class Supervisor:
                     pass
 
     def _end(self, limit: float, until: float) -> None:
-        """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
+        """Have a process close its envs and end, once it has answered what is pending; kill it if it does not."""
         channel, state, number = self.channel, self.state, self.position.number + 1
         self.note_closed()
         if channel is None or state.process is Process.NONE:
             return
         try:
             is_idle = state.process is Process.READY and limit > 0
-            if is_idle and state.request is not None:  # answered first, for nobody
+            if is_idle and state.request is not None:
                 self.pending.publish(channel, number, state)  # again, if it was asked
-                is_idle = channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until))
-                if not is_idle:
-                    channel.kill()
-                    self._note_cut(Cut(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()"))
-                    return
+                is_idle = self.closing.finish(channel, number, state.request.name, limit, until)
             if is_idle:
-                self.ask_to_end(channel, limit, until)
+                self.closing.end(channel, limit, until)
             else:
                 channel.kill()
         except Gone:
             channel.kill()
         except OSError:  # close() never raises; the monitor ends what is left
             logger.exception("close() could not end process %s", channel.pid)
-
-    def _note_cut(self, cut: Cut) -> None:
-        """Log that the process was killed before its envs were closed, or leave that to :func:`close_together`."""
-        if self.cuts is not None:
-            self.cuts.append(cut)
-        else:
-            beside(partial(log_cuts, [cut]), _SOON)
-
-    def ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> None:
-        """Ask a process to close its envs and end; kill it if it has not by ``until``, and log that."""
-        channel.is_closing = True
-        self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))
-        if channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory):
-            self._note_cut(Cut(channel.envs, limit))
 
     def abandon(self) -> Channel | None:
         """Release all without waiting; return the channel to the process, if there is one, for ``let_go()``."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from multienv._engine.wire.banks import BEGIN
 from multienv._engine.wire.reducers import pickled
+from multienv.errors import UsageError
 
 T = TypeVar("T")
 
@@ -373,15 +374,16 @@ class Failure:
     returned: bytes | None = None
 
 
-class Unpicklable(Exception):  # noqa: N818 - internal
-    """Raised when an argument cannot be pickled; the cause says why."""
-
-
-def pack_message(message: Message) -> bytes:
-    """Return the payload of a message. Raises :class:`Unpicklable`."""
+def pack_message(message: Message, name: str = "") -> bytes:
+    """Return the payload of a message. Raises UsageError if it cannot be pickled; ``name``: of the caller's call."""
     if message is BEGINNING:
         return b""
-    return call_user_code(lambda: dumps(message), lambda error: Unpicklable(error))
+    return call_user_code(
+        lambda: dumps(message),
+        lambda error: UsageError(
+            f"{name}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. Nothing was sent."
+        ),
+    )
 
 
 # What the pickle of a Reset begins with, behind the eleven bytes that tell its length.
