@@ -99,7 +99,8 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
                 # Copies: training code writes to spaces (CleanRL sets a dtype), and recovery goes by these.
                 self._show_spaces(description.spaces[0])
         finally:
-            self._supervisor.reporter.call_hooks()
+            if self._supervisor.reporter.events:
+                self._supervisor.reporter.call_hooks()
         return self
 
     def _show_spaces(self, spaces: tuple[Any, Any]) -> None:

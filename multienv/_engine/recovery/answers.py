@@ -278,6 +278,8 @@ class Answers:
 
     def _extras(self, number: int, rest: bytes) -> tuple[Extras, dict[int, Exception]]:
         """Unpack what a reply carries beside its rows; raise the error of a single env's info that is illegible."""
+        if not rest:
+            return Extras(), {}
         extras, illegible = unpack_extras(rest)
         if extras.generators:  # resets at which a replay can begin
             self.started, self.starts = number, [(number, extras.generators)]

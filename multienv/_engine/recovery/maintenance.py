@@ -60,7 +60,8 @@ class Maintenance:
 
     def begin(self, channel: Channel, replayed: int, *, is_over: bool) -> None:
         """Note that a new process has taken over, after so many requests of a replay; ``is_over``: no episode runs."""
-        self.recycling.begin(self._position.steps, self._ended(is_over=is_over), replayed)
+        if self.recycling.wanted:
+            self.recycling.begin(self._position.steps, self._ended(is_over=is_over), replayed)
         self._others = channel.segment.times[OTHER_SECONDS]
         self.is_due, self.recycling_due, self.needs_rebuild = False, "", frozenset()
 

@@ -41,6 +41,7 @@ from multienv._engine.recovery.way_back import (
     WayRules,
     decide_way,
 )
+from multienv._engine.reports.texts import counted
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import FAILED, HEAD, MESSAGE, U32, split_entries
 from multienv._engine.wire.codecs import Codec
@@ -60,7 +61,7 @@ from multienv._engine.wire.messages import (
 from multienv._engine.wire.segment import LOSS_SECONDS, REPLAYING, RESTARTS, SLOT
 from multienv._engine.worker.source_files import changed_file
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import NoCapacityError, ResultNotPicklableError, counted
+from multienv.errors import NoCapacityError, ResultNotPicklableError
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
@@ -330,7 +331,9 @@ class Recoverer:
 
     def _tell_worker(self, channel: Channel) -> None:
         """Tell a new process how often processes were lost."""
-        channel.segment.words[RESTARTS], channel.segment.times[LOSS_SECONDS] = self.restarts, self.losses.mean
+        channel.segment.words[RESTARTS] = self.restarts
+        if self.losses.count:
+            channel.segment.times[LOSS_SECONDS] = self.losses.mean
 
     def await_build(
         self, build: Build, channel: Channel, number: int, until: float | None, progress: RecoveryProgress | None = None

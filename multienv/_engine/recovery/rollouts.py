@@ -14,14 +14,14 @@ from multienv._engine.processes.channel import Channel
 from multienv._engine.recovery.answers import Answers, Read, Skipped, unreadable
 from multienv._engine.recovery.hot_path import GOES_ON, plain_heads
 from multienv._engine.recovery.position import Position
-from multienv._engine.reports.texts import cause_of
+from multienv._engine.reports.texts import cause_of, counted
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
 from multienv._engine.wire.infos import Extras, Illegible, NumberInfos, numbers_in
 from multienv._engine.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, call_user_code
 from multienv._engine.wire.rows import batch_of, leaf_spaces, nested, stacked
 from multienv._engine.wire.segment import Segment
-from multienv.errors import PolicyError, counted
+from multienv.errors import PolicyError
 
 Array = np.ndarray[Any, Any]
 Infos = NumberInfos | list[tuple[int, Any]]  # slot and info of those that have one
