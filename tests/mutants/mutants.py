@@ -1054,7 +1054,7 @@ MUTANTS = [
     Mutant(
         "A worker that has missed its deadline is kept and waited for again.",
         4,
-        "pending:Pending.await_reply",
+        "pending:Pending._wait",
         'raise channel.kill(cause="hung", stack=True)',
         "return False",
         _of(5),

@@ -30,8 +30,9 @@ from multienv._engine.wire.banks import (
     BankLayout,
     Entry,
 )
-from multienv._engine.wire.messages import BEGINNING, Message
-from multienv._engine.wire.segment import BUSY, REQUEST, SLOT, SNAPSHOT, Segment
+from multienv._engine.wire.codecs import Codec
+from multienv._engine.wire.messages import BEGINNING, Message, Reset, Rollout
+from multienv._engine.wire.segment import BUSY, REPLY, REQUEST, SLOT, SNAPSHOT, Segment
 
 logger = logging.getLogger("multienv")
 
@@ -102,11 +103,19 @@ class Pending:
         self._own = 0  # number of a request whose deadline the caller has given with it
         self._waited = 0, inf  # number of a request that is waited for, and since when
 
-    def begin_step(self, number: int = 0, aside: Segment | None = None) -> None:
-        """Hold a step, which lies in its bank, or in a segment ``aside`` because there is no process."""
-        self.message, self.payload, self.limit = None, b"", self.step_limit
-        self._saved = None if aside is None else (number, *_request_of(aside, number))
+    def begin_step(self) -> None:
+        """Hold a step, which lies in its bank."""
+        self.message, self.payload, self.limit, self._saved = None, b"", self.step_limit, None
         self.arm()
+
+    def begin_step_aside(self, number: int, action: Any, codec: Codec) -> None:
+        """Hold a step for a process that is not there yet."""
+        sometimes("a step is asked for while there is no process")
+        aside = Segment(-1)
+        aside.lay_out(codec.layout)
+        codec.encoder(aside)(number, action)
+        self.begin_step()
+        self._saved = (number, *_step_in(aside, number))
 
     def begin(self, message: Message, payload: bytes, limit: float | None) -> None:
         """Hold a request that is not a step."""
@@ -157,9 +166,10 @@ class Pending:
             if limit is not None:
                 self.bound(limit)
 
-    def note_time(self, request: Request | None, number: int) -> None:
+    def note_time(self, segment: Segment, request: Request | None) -> None:
         """Note how long an answered request took, if it was waited for, to find ``"auto"`` deadlines by that."""
-        if not self._limits.is_learning or request is None:
+        number = self._position.number + 1
+        if not self._limits.is_learning or request is None or segment.words[REPLY] != number:
             return
         if self._limits.note(request.kind.value, self._took(number, request)):
             self.learn()
@@ -187,7 +197,7 @@ class Pending:
     def save(self, segment: Segment, number: int) -> None:
         """Copy a step out of the bank of a lost process, for the next process."""
         if self._saved is None or self._saved[0] != number:
-            self._saved = (number, *_request_of(segment, number))
+            self._saved = (number, *_step_in(segment, number))
 
     def put(self, segment: Segment, number: int) -> None:
         """Write a saved step into the segment of another process."""
@@ -309,6 +319,14 @@ class Pending:
         Raises:
             Gone: The process ended, or was killed because the request is overdue.
         """
+        self.find_limit(request)
+        was_here = channel.answered(number)
+        is_here = self._wait(channel, number, until, request)
+        if is_here and not was_here:
+            self.note_time(channel.segment, request)
+        return is_here
+
+    def _wait(self, channel: Channel, number: int, until: float | None, request: Request | None) -> bool:
         while True:
             due = self.due(channel, number, request)
             nearest = due if until is None else min(due, until)
@@ -350,7 +368,7 @@ class Pending:
 
     def payload_of(self, segment: Segment, number: int, request: Request) -> bytes:
         """Return what the request carries beside its bank."""
-        return _request_of(segment, number)[1] if request.is_plain_step else self.payload
+        return _step_in(segment, number)[1] if request.is_plain_step else self.payload
 
     def entry(self, segment: Segment, number: int, request: Request, layout: BankLayout) -> bytes:
         """Return the request as a journal entry without a reply, for a crash report."""
@@ -364,7 +382,16 @@ class Pending:
         return Entry(part + bytes(layout.end - len(part)), payload).packed()
 
 
-def _request_of(segment: Segment, number: int) -> tuple[bytes, bytes]:
+def request_of(name: str, message: Message, waits: bool) -> Request:
+    """Return the request that a message makes; ``name`` and ``waits``: see :class:`Request`."""
+    if isinstance(message, Rollout):
+        return Request(Kind.STEP, name, waits, None, message.steps)
+    if isinstance(message, Reset):
+        return Request(Kind.RESET, name, waits, message.mask)
+    return Request(Kind.CALL, name, waits)
+
+
+def _step_in(segment: Segment, number: int) -> tuple[bytes, bytes]:
     """Return the request part of a step's bank, and its payload."""
     bank = segment.banks[number & 1]
     is_pickled = bank.view[0] == STEP and bank.view[1] & ~SKIPPED == PICKLED

@@ -81,15 +81,17 @@ _SLOWER = 3.0
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
-    """Raised when the envs cannot be recovered; the message says why."""
-
-
-class NotBuilt(Unrecoverable):
-    """Raised when no process can be had in which the envs are built.
+    """Raised when the envs cannot be recovered; the message says why.
 
     Attributes:
         failure: What ``env_fn`` raised, if that is why.
     """
+
+    failure: Failure | None = None
+
+
+class NotBuilt(Unrecoverable):
+    """Raised when no process can be had in which the envs are built."""
 
     def __init__(self, reason: str, failure: Failure | None = None) -> None:
         super().__init__(reason)

@@ -25,7 +25,7 @@ from multienv._engine.reports.texts import env_error, lost_error, named, outcome
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import Description, Failure
 from multienv._engine.wire.shared_pickle import SharedPickle
-from multienv.errors import WorkerLostError
+from multienv.errors import UsageError, WorkerLostError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
 
 logger = logging.getLogger("multienv")
@@ -126,6 +126,14 @@ class Reporter:
         """Build the error for a loss."""
         report = self.reports.path or self.reports.last
         return lost_error(loss, advice, report, kind)
+
+    def unbuilt(self, reason: str, failure: Failure | None) -> Exception:
+        """Return the error for envs that could not be built anew; ``failure``: what ``env_fn`` raised, if it did."""
+        if failure is not None:
+            return self.error_of(-1, failure, "initialize")
+        if self.last_loss is None:
+            return UsageError(f"It could not be started: {reason}.")
+        return self.lost_error(self.last_loss, f"It could not be started again: {reason.rstrip('.')}.")
 
     # --- events -----------------------------------------------------------------------------------
 

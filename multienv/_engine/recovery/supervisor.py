@@ -59,12 +59,11 @@ from multienv._engine.recovery.hot_path import (
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery, slot_to_blame, useful_snapshot
 from multienv._engine.recovery.maintenance import Maintenance
-from multienv._engine.recovery.pending import Pending
+from multienv._engine.recovery.pending import Pending, request_of
 from multienv._engine.recovery.position import Position, Starts
 from multienv._engine.recovery.recoverer import (
     BudgetSpentError,
     Launcher,
-    NotBuilt,
     Recoverer,
     RequestFailedError,
     Revived,
@@ -115,17 +114,11 @@ from multienv._engine.wire.messages import (
     Rollout,
     call_user_code,
     pack_message,
-    seeds_from,
 )
-from multienv._engine.wire.segment import ASKED, REPLY, REQUEST, Segment
+from multienv._engine.wire.segment import ASKED, REQUEST
 from multienv._engine.worker.starts import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
-from multienv.errors import (
-    ClosedError,
-    MultienvError,
-    UsageError,
-    WaitTimeout,
-)
+from multienv.errors import ClosedError, MultienvError, UsageError, WaitTimeout
 from multienv.events import Hook, Loss, Statistics
 
 logger = logging.getLogger("multienv")
@@ -223,12 +216,10 @@ class Supervisor:
         self.lock = Lock()
         self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
         resets_itself = build.autoreset in ("NEXT_STEP", "SAME_STEP")
-        journal = Journal(
-            recording=policy.replays or (reports is not None and policy.journal_limit > 0),
-            policy=policy,
-        )
-        share = LARGE_SHARE if policy.recycles else SHARE
-        self.position = Position(replace(build, starts=share if journal.recording else 0.0), journal)
+        recording = policy.replays or (reports is not None and policy.journal_limit > 0)
+        journal = Journal(recording=recording, policy=policy)
+        share = 0.0 if not recording else LARGE_SHARE if policy.recycles else SHARE
+        self.position = Position(replace(build, starts=share), journal)
         self.reporter = Reporter(self.position, index, hooks, reports)
         self._envs = self.reporter.env_in(-1)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
@@ -380,12 +371,7 @@ class Supervisor:
             brief = self.pending.brief(self.state.request, number) if until is None else 0.0
             if brief and channel.wait(number, time.monotonic() + brief):
                 return True
-            self.pending.find_limit(self.state.request)
-            was_here = channel.answered(number)
-            is_here = self.pending.await_reply(channel, number, until, self.state.request)
-            if not was_here:
-                self.note_time()
-            return is_here
+            return self.pending.await_reply(channel, number, until, self.state.request)
         except BaseException:
             if self._closed:  # by a signal handler above this call, which has left the rest to it
                 self._release()
@@ -393,9 +379,8 @@ class Supervisor:
 
     def note_time(self) -> None:
         """Note how long the pending request took, when a wait for it has ended; deadlines are found by that."""
-        number = self.position.number + 1
-        if self.segment is not None and self.segment.words[REPLY] == number:
-            self.pending.note_time(self.state.request, number)
+        if self.segment is not None:
+            self.pending.note_time(self.segment, self.state.request)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -408,13 +393,9 @@ class Supervisor:
         if self.state.process is Process.READY:
             self.buffers.encode(number, action)
             self.pending.begin_step()
-        else:  # there is no process to ask it
-            sometimes("a step is asked for while there is no process")
+        else:
             assert self.codec is not None
-            aside = Segment(-1)
-            aside.lay_out(self.codec.layout)
-            self.codec.encoder(aside)(number, action)
-            self.pending.begin_step(number, aside)
+            self.pending.begin_step_aside(number, action, self.codec)
         self._happen(Asked(Request(Kind.STEP, "step", waits, touched)))
         if instruction_of(self.state, self.rules) is Instruction.ASK:
             self._publish()
@@ -428,25 +409,23 @@ class Supervisor:
             waits: The caller collects the answer in the same call.
         """
         with self.lock:
-            is_reset, steps = isinstance(message, Reset), message.steps if isinstance(message, Rollout) else 0
-            kind = Kind.STEP if steps else Kind.RESET if is_reset else Kind.CALL
             if message is BEGINNING and self._send_beginning(waits):
                 return
-            self.check(name, kind)
+            request = request_of(name, message, waits)
+            self.check(name, request.kind)
+            is_reset = request.kind is Kind.RESET
+            resets_all = is_reset and request.touched is None
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
-                self.apply_limits(resetting=getattr(message, "mask", None) is None)
-            resets_all = isinstance(message, Reset) and message.mask is None
+                self.apply_limits(resetting=resets_all)
             if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
                 self._replace_if_due(resetting=resets_all)
-            touched = None
             if isinstance(message, Reset):
                 self.reporter.asked = message.seeds
-                touched = message.mask
             if isinstance(message, Rollout):
                 message = replace(message, shown=self.position.shown(self.segment))
             payload = pack_message(message, name)
-            self.pending.begin(message, payload, self.pending.limit_of(kind, steps))
-            self._happen(Asked(Request(kind, name, waits, touched, steps)))
+            self.pending.begin(message, payload, self.pending.limit_of(request.kind, request.steps))
+            self._happen(Asked(request))
             if self.state.process is Process.READY:
                 self._publish()
 
@@ -565,41 +544,21 @@ class Supervisor:
         """Launch the first process, or begin a new life of envs that cannot be recovered."""
         if self.description is None:
             return self._launch()
-        position = self.position
-        build, journal = position.build, position.journal
-        if build.seeds is not None:
-            build = replace(build, seeds=seeds_from(*build.seeds))
-        build = replace(build, draws=tuple(draw + 1 for draw in build.draws), generators={})
-        position.build = build  # first: another try draws other numbers
+        journal, build = self.position.journal, self.position.build.anew()
+        self.position.build = build  # first: another try draws other numbers
         progress = self.recoverer.begin(planned=self.loss_recovery is None)
         calls = journal.kept_calls() if journal.replaying else ()
         try:
             revived = self.recoverer.bring_back(build, [NewEnvs(calls)], progress)
         except Unrecoverable as why:
             self._refuse_if_unusable("collect")
-            error = self._unbuilt(why)
-            if self._give_up_request(error) is Instruction.TRUNCATE:
+            error = self.last_answer = self.reporter.unbuilt(str(why), why.failure)  # also for a caller in a thread
+            if self._happen(BuildFailed()) is Instruction.TRUNCATE:
                 return Instruction.TRUNCATE
+            self.position.number += 2
             raise error from error.__cause__ or why.with_traceback(None)  # what env_fn raised, if it did
         self.take_over(revived)
         return self._happen(Launched(), Built())
-
-    def _unbuilt(self, why: Unrecoverable) -> Exception:
-        """Return the error for envs that could not be built anew."""
-        if isinstance(why, NotBuilt) and why.failure is not None:
-            return self.reporter.error_of(-1, why.failure, "initialize")
-        loss = self.reporter.last_loss if self.loss_recovery is None else self.loss_recovery.loss
-        if loss is None:
-            return UsageError(f"It could not be started: {why}.")
-        return self.reporter.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
-
-    def _give_up_request(self, error: Exception) -> Instruction:
-        """Note that there are no envs for the pending request: raise this error, unless a truncation answers it."""
-        self.last_answer = error  # for a caller that has left this to a thread
-        instruction = self._happen(BuildFailed())
-        if instruction is Instruction.NOTHING:
-            self.position.number += 2
-        return instruction
 
     def _do_await_build(self, until: float | None) -> Instruction:
         """Wait until the envs are built for the first time."""

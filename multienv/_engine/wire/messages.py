@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -99,6 +99,11 @@ class Build:
     tells_imports: bool = False
     generators: Mapping[int, bytes] = field(default_factory=dict)
     code: bytes = b""
+
+    def anew(self) -> Build:
+        """Return the request that builds other envs, which draw other numbers."""
+        seeds = None if self.seeds is None else seeds_from(*self.seeds)
+        return replace(self, seeds=seeds, draws=tuple(draw + 1 for draw in self.draws), generators={})
 
 
 def seeds_from(*numbers: int) -> tuple[int, int]:
