@@ -102,8 +102,9 @@ class Position:
         if not self.build.verbatim and not isinstance(answer, Exception):
             failed = segment.banks[number & 1].failed
             ended = (answer.terminated | answer.truncated | failed).nonzero()[0].tolist()
-            ended = [slot for slot in ended if slot not in left_alone]
-            self.count_left_alone(left_alone)
+            if left_alone:
+                ended = [slot for slot in ended if slot not in left_alone]
+                self.count_left_alone(left_alone)
             self.count_ends(ended)
             self.journal.note_ends(ended, number)
         self.steps += 1

@@ -31,16 +31,8 @@ from gymnasium.error import NoAsyncCallError
 from multienv._engine import interrupts
 from multienv._engine.processes.channel import Channel, Gone, SystemErrors
 from multienv._engine.processes.endings import SOON, Closing, let_go
+from multienv._engine.recovery import checkpoint
 from multienv._engine.recovery.answers import Answers, Read
-from multienv._engine.recovery.checkpoint import (
-    KeptSnapshots,
-    Snapshot,
-    brought_back,
-    packed,
-    state_at,
-    unpacked,
-    where_of,
-)
 from multienv._engine.recovery.deadlines import RequestDeadlines
 from multienv._engine.recovery.hot_path import (
     BEGINS,
@@ -239,7 +231,7 @@ class Supervisor:
         self.codec: Codec | None = None
         self.answers: Any = None  # Answers
         self._rollout_reader: RolloutReader | None = None  # made when it is first needed
-        self._kept = KeptSnapshots(self.recoverer.free)
+        self._kept = checkpoint.KeptSnapshots(self.recoverer.free)
         # Of the present process.
         self.segment: Any = None
         self.buffers: Any = None  # StepBuffers
@@ -936,7 +928,7 @@ class Supervisor:
 
     # --- states to come back to -------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> checkpoint.Snapshot:
         """Keep the envs as they are now, to come back to with :meth:`restore`, any number of times."""
         with self.lock:
             self.check("snapshot")
@@ -945,8 +937,8 @@ class Supervisor:
                 raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
             try:
                 obstacle = self.ask_between(KeepSnapshot(token, self.position.number))
-                where = where_of(self.position, self.state, self.segment)
-                snapshot = Snapshot(token, where, self._kept, self.reporter.env_in(-1))
+                where = checkpoint.where_of(self.position, self.state, self.segment)
+                snapshot = checkpoint.Snapshot(token, where, self._kept, self.reporter.env_in(-1))
             except BaseException:
                 sometimes("a snapshot is broken off while it is taken")
                 if self.channel is not None:
@@ -961,7 +953,7 @@ class Supervisor:
                 )
             return snapshot
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: checkpoint.Snapshot) -> None:
         """Bring the envs back to where they were when this snapshot was taken. Raises UsageError, NotRestoredError."""
         with self.lock:
             self.check("restore")
@@ -974,18 +966,19 @@ class Supervisor:
         """Return what it takes to go on from here in another trainer: plain data. Raises UsageError."""
         with self.lock:
             self.check("state_dict")
-            return packed(where_of(self.position, self.state, self.segment), self.position.journal)
+            where = checkpoint.where_of(self.position, self.state, self.segment)
+            return checkpoint.packed(where, self.position.journal)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called, in a new process. Raises UsageError, NotRestoredError."""
         with self.lock:
             self.check("load_state_dict")
-            self._return_to(unpacked(state, self.position.journal, self.rules.slots))
+            self._return_to(checkpoint.unpacked(state, self.position.journal, self.rules.slots))
 
     def _return_to(self, where: Mapping[str, Any], token: int | None = None) -> None:
         """Go on where a worker stood; ``token``: of the process that was frozen there."""
         position = self.position
-        revived = brought_back(self.recoverer, where, position, self.reporter, token)
+        revived = checkpoint.brought_back(self.recoverer, where, position, self.reporter, token)
         self.refuse_if_closed("restore", revived.channel)
         self.give_up()
         spaces = position.spaces
@@ -996,7 +989,7 @@ class Supervisor:
         position.show(revived.channel.segment, where["shown"])
         if position.spaces != spaces:
             self._set_spaces(position.spaces)
-        self.set_state(state_at(where))
+        self.set_state(checkpoint.state_at(where))
 
     @interrupts.shielded
     def ask_between(self, message: Message) -> Any:
