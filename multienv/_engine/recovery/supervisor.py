@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -764,8 +763,6 @@ class Supervisor:
                 number = self._building
             else:
                 return None
-            if channel.answered(number):  # no deadline matters any more
-                return channel, number, inf
             self.pending.find_limit(self.state.request)
             return channel, number, self.pending.due(channel, number, self.state.request)
 
