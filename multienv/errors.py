@@ -252,11 +252,6 @@ class NoCapacityError(ClusterError):
 _MOST_TOLD = 8
 
 
-def counted(number: int, thing: str) -> str:
-    """Return a number of things for people to read: ``"1 request"``, ``"2 requests"``."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type. Of several errors, take the first one."""
     if isinstance(error, EnvsFailedError):

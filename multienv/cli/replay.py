@@ -22,12 +22,12 @@ from rich.console import Console
 from multienv._engine.reports import store
 from multienv._engine.reports.crash import Report
 from multienv._engine.reports.read import load, summary_of
-from multienv._engine.reports.texts import exit_text, what_happened
+from multienv._engine.reports.texts import counted, exit_text, what_happened
 from multienv.cli.env_functions import env_functions
 from multienv.cli.options import ReportsOption, arguments_of, plain_console
 from multienv.cli.replaying import EnvRaised, Rerun
 from multienv.cli.texts import duration, report_line, visible
-from multienv.errors import UsageError, counted
+from multienv.errors import UsageError
 
 _LATEST = "latest"
 # How often a replay begins again if a fault strikes by chance before the fatal request.

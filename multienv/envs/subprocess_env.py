@@ -23,9 +23,10 @@ from multienv._engine.building.building import (
 )
 from multienv._engine.cores import spread
 from multienv._engine.interrupts import finalizer
+from multienv._engine.processes.endings import close_together
 from multienv._engine.recovery.rollouts import RolloutReply
 from multienv._engine.recovery.state_machine import Process
-from multienv._engine.recovery.supervisor import Supervisor, abandon_all, close_together
+from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import Transition
 from multienv._engine.wire.messages import GetAttribute, Message, Method, Render, Reset, SetAttribute, reset_of_one
 from multienv.config import checked_seed, takes_options_of
@@ -98,7 +99,8 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
                 # Copies: training code writes to spaces (CleanRL sets a dtype), and recovery goes by these.
                 self._show_spaces(description.spaces[0])
         finally:
-            self._supervisor.reporter.call_hooks()
+            if self._supervisor.reporter.events:
+                self._supervisor.reporter.call_hooks()
         return self
 
     def _show_spaces(self, spaces: tuple[Any, Any]) -> None:

@@ -24,8 +24,9 @@ from multienv._engine.asking.in_flight import Result
 from multienv._engine.asking.members import InThread, Requests, ask_patiently
 from multienv._engine.asking.stream import OneEach, Stream
 from multienv._engine.cores import spread
+from multienv._engine.processes.endings import close_together
 from multienv._engine.recovery.state_machine import Episode
-from multienv._engine.recovery.supervisor import Supervisor, close_together
+from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.threads import Task
 from multienv._engine.wire.actions import own_copy
 from multienv._engine.wire.codecs import Transition

@@ -32,8 +32,9 @@ from multienv._engine.asking.in_flight import ReadyBatch
 from multienv._engine.asking.members import Round
 from multienv._engine.asking.stream import OwnPace, Stream
 from multienv._engine.building.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
+from multienv._engine.processes.endings import close_together
 from multienv._engine.recovery.state_machine import Process
-from multienv._engine.recovery.supervisor import Supervisor, abandon_all, close_together
+from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message

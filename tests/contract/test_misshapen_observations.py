@@ -17,8 +17,8 @@ WRONG = {
     "an array": "observation is of type ndarray; the env's observation space wants a dict with the keys 'in', 'state'",
     "inner no key": "['in'] lacks the key 'pair'; the env's observation space wants a dict with the key 'pair'",
     "inner array": "['in'] is of type ndarray; the env's observation space wants a dict with the key 'pair'",
-    "short": "['in']['pair'] has 1 item; the env's observation space wants a tuple of 2",
-    "long": "['in']['pair'] has 3 items; the env's observation space wants a tuple of 2",
+    "short": "['in']['pair'] has length 1; the env's observation space wants a tuple of 2",
+    "long": "['in']['pair'] has length 3; the env's observation space wants a tuple of 2",
     "no tuple": "['in']['pair'] is of type int; the env's observation space wants a tuple of 2",
 }
 

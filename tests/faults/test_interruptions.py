@@ -261,7 +261,7 @@ def test_loss_that_is_interrupted_before_its_error_is_raised_brings_no_earlier_a
         env.step(STEP)
         kill_worker(env)
         with monkeypatch.context() as patch, pytest.raises(Tick):
-            patch.setattr(Supervisor, "_drop_lost", broken_off)
+            patch.setattr(Supervisor, "drop", broken_off)
             env.step(STEP)
         with pytest.raises(WorkerLostError):
             env.step(STEP)

@@ -32,7 +32,7 @@ from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.processes.launcher import Launch
-from multienv._engine.recovery import supervisor
+from multienv._engine.recovery import checkpoint
 from multienv.errors import ClosedError, UsageError, WorkerLostError
 from multienv.events import Event, Recovery
 
@@ -329,7 +329,7 @@ def test_one_that_has_been_stopped_ends_when_it_is_freed_or_its_env_closed() -> 
 
 
 def test_wrong_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "MOST_SNAPSHOTS", 2)
+    monkeypatch.setattr(checkpoint, "MOST_SNAPSHOTS", 2)
     with SubprocessEnv(ENDLESS) as env, SubprocessEnv(ENDLESS) as other:
         token = env.snapshot()
         with pytest.raises(UsageError, match="is no snapshot of this env"):

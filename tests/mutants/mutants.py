@@ -176,8 +176,8 @@ MUTANTS = [
         "A replay cannot begin at a reset inside a rollout.",
         5,
         "recovery.rollouts:RolloutReader.read",
-        "reply.starts.append((number, answers.generators))",
-        "",
+        "reply.starts += answers.starts",
+        "pass",
         ("tests/faults/test_rollouts_and_kills.py",),
     ),
     Mutant(
@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant(
         "The step that was asked again after a loss is not recorded.",
         2,
-        "supervisor:Supervisor._take",
+        "answers:Answers.take",
         "not is_call or is_recorded(message)",
         "(not is_call and message is not None) or is_recorded(message)",
     ),
@@ -398,7 +398,7 @@ MUTANTS = [
     Mutant(
         "A replay by edited code counts as exact.",
         3,
-        "supervisor:Supervisor.take_over",
+        "recoverer:Recoverer.bring_back",
         "not (source.plan.resets or progress.changed)",
         "not source.plan.resets",
         CODE,
@@ -510,7 +510,7 @@ MUTANTS = [
     Mutant(
         "A replay from a reset counts as exact.",
         3,
-        "supervisor:Supervisor.take_over",
+        "recoverer:Recoverer.bring_back",
         "progress.is_exact = not isinstance(source, Replayed) or not (source.plan.resets or progress.changed)",
         "progress.is_exact = True",
         REPLAYED,
@@ -542,7 +542,7 @@ MUTANTS = [
     Mutant(
         "An env that has shown a memory is replaced by plan in the middle of an episode.",
         3,
-        "replacement:replaced",
+        "replacement:Replacement.bring_back",
         "memory.has_shown",
         "False",
         REPLAYED,
@@ -551,7 +551,7 @@ MUTANTS = [
         "A replacement by plan takes new envs, whichever recoveries are accepted.",
         3,
         "supervisor:Supervisor.may_begin_anew",
-        "return self.takes_new_envs and (resetting or self.is_between_episodes())",
+        "return self.maintenance.takes_new_envs and (resetting or self.is_between_episodes())",
         "return resetting or self.is_between_episodes()",
         REPLAYED,
     ),
@@ -678,7 +678,7 @@ MUTANTS = [
     Mutant(
         "Envs of a batch whose replay differs are adopted as exact.",
         3,
-        "supervisor:Supervisor._do_recover",
+        "loss_recovery:LossRecovery.recover",
         "found.mismatches.items()",
         "()",
     ),
@@ -1008,8 +1008,8 @@ MUTANTS = [
     Mutant(
         "A snapshot from before an env asked outside is woken.",
         3,
-        "supervisor:Supervisor._fate_of",
-        "snapshot < self.segment.words[ASKED]",
+        "loss_recovery:useful_snapshot",
+        "snapshot < lost.segment.words[ASKED]",
         "snapshot < 0",
         ("tests/simulation/test_faults_and_programs.py::test_a_server_is_not_asked_again_by_a_woken_copy",),
     ),
@@ -1024,8 +1024,8 @@ MUTANTS = [
     Mutant(
         "A replacement by plan asks the server of envs that go on if it fails.",
         3,
-        "supervisor:Supervisor._replace",
-        "has_asked and not ends_first",
+        "replacement:Replacement.bring_back",
+        "has_asked and not self.ends_first",
         "False",
         ("tests/simulation/test_faults_and_programs.py",),
     ),
@@ -1054,7 +1054,7 @@ MUTANTS = [
     Mutant(
         "A worker that has missed its deadline is kept and waited for again.",
         4,
-        "pending:Pending.await_reply",
+        "pending:Pending._wait",
         'raise channel.kill(cause="hung", stack=True)',
         "return False",
         _of(5),
@@ -1351,7 +1351,7 @@ MUTANTS = [
     Mutant(
         "A worker is given no time to close its envs where nobody has called close().",
         7,
-        "supervisor:Supervisor._adopt",
+        "supervisor:Supervisor.take_over",
         "channel.envs, channel.patience = self._envs, self.deadlines.close",
         "channel.envs, channel.patience = self.reporter.env_in(-1), 0.5",
         ("tests/faults/test_close.py",),
@@ -1465,8 +1465,8 @@ MUTANTS = [
     Mutant(
         "Envs are recovered from a snapshot that has executed a request which was taken back.",
         8,
-        "supervisor:Supervisor._fate_of",
-        "snapshot > self.position.number",
+        "loss_recovery:useful_snapshot",
+        "snapshot > number",
         "snapshot < 0",
         ("tests/simulation/test_single_faults.py",),
     ),
@@ -1667,8 +1667,8 @@ MUTANTS = [
     Mutant(
         "A new process is built beside the old one although that has failed.",
         7,
-        "supervisor:Supervisor._replace",
-        "self.recoverer.code.builds_alone |= isinstance(reason, NotBuilt)",
+        "replacement:Replacement.put_off",
+        "self._recoverer.code.builds_alone |= not is_built",
         "",
         RECYCLING,
     ),

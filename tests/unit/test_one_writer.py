@@ -35,11 +35,21 @@ OWNERS: dict[str, tuple[set[str], str, set[str]]] = {
 }
 # Methods that change their object, and what is no attribute of it but a value in it.
 CHANGES = {
-    "Position": {"count_reset", "count_ends", "show", "load"},
+    "Position": {
+        "count_reset",
+        "count_step",
+        "count_rollout",
+        "count_left_alone",
+        "count_ends",
+        "note_starts",
+        "show",
+        "load",
+    },
     "Journal": {"begin", "log", "cut", "note_start", "note_ends", "lose", "go_on_from", "trim", "lay_out", "load"},
     "Pending": {
         "begin",
         "begin_step",
+        "begin_step_aside",
         "arm",
         "bound",
         "find_limit",
@@ -50,7 +60,7 @@ CHANGES = {
         "save",
     },
     "LossRecovery": set(),
-    "Maintenance": {"begin", "note_guilty", "put_off", "moved", "took", "look"},
+    "Maintenance": {"begin", "note_guilty", "put_off", "moved", "count_time", "look"},
     "Recoverer": {"launch", "await_build", "handed_over", "close", "release"},
     "Supervisor": set(),
 }

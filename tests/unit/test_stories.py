@@ -14,10 +14,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "stories.py"
 MOST_FILES = {
     "SubprocessEnv.step": 8,
     "SubprocessVectorEnv.step": 8,
-    "reset": 22,
-    "a death": 34,
-    "load_state_dict": 32,
-    "restore": 26,
+    "reset": 20,
+    "a death": 33,
+    "load_state_dict": 29,
+    "restore": 24,
     "recv(4)": 10,
     "MultiEnv.step with an autoreset": 15,
 }

@@ -19,10 +19,9 @@ from typing import Any
 
 from multienv._engine.cluster import frames
 from multienv._engine.cluster.frames import Frame
-from multienv._engine.processes.channel import Channel, Gone, wait_any
+from multienv._engine.processes.channel import Channel, Gone, resident_bytes, wait_any
 from multienv._engine.processes.launcher import Launch
 from multienv._engine.processes.worker_process import crowd_seconds
-from multienv._engine.recovery.reporter import resident_bytes
 from multienv._engine.threads import Bell
 from multienv._engine.wire.banks import HEAD, STEPPED, BankLayout
 from multienv._engine.wire.segment import BUSY, LOSS_SECONDS, PID, REPLY_PAYLOAD, RESIDENT, Segment

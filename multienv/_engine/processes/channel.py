@@ -13,10 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 
 from multienv._engine.interrupts import interruptible
 from multienv._engine.threads import Bell
-from multienv._engine.wire.segment import CORE, REPLY, SPINNERS, TRAINER_SLEEPS, Segment
+from multienv._engine.wire.segment import CORE, REPLY, RESIDENT, SPINNERS, TRAINER_SLEEPS, Segment
 from multienv.events import LossCause
 
 # Looks at the reply before the trainer goes to sleep, giving the core away at each: 30 to 50 µs.
@@ -108,6 +109,17 @@ class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncatio
         return self.cause == "died" and self.fate.code in (None, -9)
 
 
+def resident_bytes(pid: int | None) -> int | None:
+    """Return the resident memory of a process, ``None`` where it cannot be read."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:  # not Linux, or it has just ended
+        return None
+    import resource
+
+    return int(fields[1]) * resource.getpagesize()
+
+
 class Channel(ABC):
     """Connects the trainer to one host: the trainer's end.
 
@@ -181,6 +193,10 @@ class Channel(ABC):
     def has_ended(self) -> bool:
         """Tell whether the end of the process has been reported; reads nothing that a wait needs."""
         return False
+
+    def memory(self) -> int | None:
+        """Return the resident memory of the process in bytes, ``None`` where it is not known."""
+        return self.segment.words[RESIDENT] or resident_bytes(self.pid)
 
     def prefer(self, core: int | None, *, sharing: int) -> None:
         """Set the core to run on while steps are short, and how many workers share one; 0: do not look for requests."""

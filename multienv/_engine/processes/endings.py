@@ -1,22 +1,24 @@
-"""End workers that are not closed, because their trainer ends or has forgotten them: as close() does, no longer."""
+"""End workers: those that are closed, and those that are not, because their trainer ends or has forgotten them."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from multienv._engine.processes.channel import LONGEST_SLEEP, Channel
 from multienv._engine.processes.worker_process import KILL_PATIENCE, ProcessChannel, crowd_seconds, readable
-from multienv._engine.threads import start_plain_thread
+from multienv._engine.threads import beside, close_at_once, start_plain_thread
 
 logger = logging.getLogger("multienv")
 
 # Seconds that a worker may take to finish the request that it is executing: it may hang, and its answer is not awaited.
 BUSY_PATIENCE = 0.5
+# Seconds that close() waits for a call whose process it has killed, and for the log to take its warning.
+SOON = 0.5
 # A warning names so many of the processes that were killed, by their envs.
 _NAMED = 3
 
@@ -98,6 +100,63 @@ def log_cuts(cuts: Iterable[Cut]) -> None:
         envs.sort(key=lambda name: (len(name), name))  # env 2 before env 10
         more = f" and {len(envs) - _NAMED:,} more" if len(envs) > _NAMED else ""
         logger.warning("close() of %s%s %s", ", ".join(envs[:_NAMED]), more, what)
+
+
+class Closing:
+    """Ends the processes of a worker that is closed, and notes those that were killed before their envs were closed.
+
+    Args:
+        ask: Asks a process to close its envs and end.
+        seconds: That they may take.
+
+    Attributes:
+        cuts: Where it notes them; ``None``: it logs each at once.
+    """
+
+    def __init__(self, ask: Callable[[Channel], object], seconds: float) -> None:
+        self._ask, self._seconds = ask, seconds
+        self.cuts: list[Cut] | None = None
+
+    def time(self, patience: float | None = None) -> tuple[float, float]:
+        """Return the seconds that a process has, and when it is killed; ``patience``: it has no more than that."""
+        limit = self._seconds if patience is None else min(self._seconds, max(0.0, patience))
+        spare = crowd_seconds() if limit == self._seconds else 0.0  # a timeout of the caller's is kept
+        return limit, time.monotonic() + limit + spare
+
+    def finish(self, channel: Channel, number: int, name: str, limit: float, until: float) -> bool:
+        """Wait a short time for the answer to a call, for nobody; kill the process if it does not come."""
+        if channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until)):
+            return True
+        channel.kill()
+        self._note(Cut(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{name}()"))
+        return False
+
+    def end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> None:
+        """Ask a process to close its envs and end; kill it if it has not by ``until``."""
+        channel.is_closing = True
+        self._ask(channel)
+        if channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory):
+            self._note(Cut(channel.envs, limit))
+
+    def _note(self, cut: Cut) -> None:
+        if self.cuts is not None:
+            self.cuts.append(cut)
+        else:
+            beside(partial(log_cuts, [cut]), SOON)
+
+
+def close_together(workers: Collection[Any], calls: Iterable[Callable[[], Any]]) -> None:
+    """Make the calls that close these workers, all at the same time; log once for all that had to be killed."""
+    cuts: list[Cut] = []
+    for worker in workers:
+        worker.closing.cuts = cuts
+    try:
+        close_at_once(calls)
+    finally:
+        for worker in workers:
+            worker.closing.cuts = None
+        if cuts:
+            beside(partial(log_cuts, cuts), SOON)
 
 
 def end_all(channels: Sequence[ProcessChannel]) -> None:

@@ -8,18 +8,22 @@ the ``Read`` together with the end of the request.
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from multienv._engine.recovery.position import PickledRows, Position
-from multienv._engine.wire.banks import BEGUN, ENDED, FAILED, NOT_RESET, PICKLED_ROWS
+from multienv._engine.processes.channel import Channel
+from multienv._engine.recovery.position import PickledRows, Position, Starts
+from multienv._engine.recovery.state_machine import Kind, State
+from multienv._engine.sometimes import sometimes
+from multienv._engine.wire.banks import BEGUN, ENDED, FAILED, NOT_RESET, PICKLED_ROWS, entry_of
 from multienv._engine.wire.codecs import Codec, RowsReply, Transition, payload_of
-from multienv._engine.wire.infos import NONE, Extras, Illegible, unpack_extras
-from multienv._engine.wire.messages import Failure, Reset, call_user_code
+from multienv._engine.wire.infos import Extras, Illegible, unpack_extras
+from multienv._engine.wire.messages import CALLS, Failure, Reset, call_user_code, is_recorded
 from multienv._engine.wire.segment import Segment
 from multienv.errors import ResultNotPicklableError
 
@@ -28,6 +32,8 @@ ErrorOf = Callable[[int, Failure], Exception]
 # Slot and reason → what info["multienv"] says of a truncation.
 TruncationInfo = Callable[[str], dict[str, Any]]
 Skipped = Sequence[tuple[int, str]]
+# Reason → the error of an env that was lost.
+LostError = Callable[[str], Exception]
 
 
 def unreadable(command: str, error: Exception) -> ResultNotPicklableError:
@@ -51,7 +57,10 @@ class Read:
         number: Of the request.
         evidence, pickled, rest: The payload, see ``ReplyPayload``.
         seen, pickled_rows: The new values of these attributes of ``Position``.
-        ended: A step ended an episode.
+        ended: A step ended the episode of a single env.
+        failed: The request raised as a whole.
+        entry, call: What the journal gets, see :meth:`Journal.log`; ``b""``: nothing.
+        answer: What the caller gets.
         truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
     """
 
@@ -62,7 +71,20 @@ class Read:
     seen: int
     pickled_rows: PickledRows
     ended: bool = False
+    failed: bool = False
+    entry: bytes = b""
+    call: bytes = b""
+    answer: Any = None
     truncated_errors: dict[int, Exception] = field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        """Return the number that the position has after it.
+
+        A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows that
+        the caller saw last: its process may die while it writes there.
+        """
+        return self.number if self.seen == self.number else self.number + 1
 
 
 class Answers:
@@ -74,12 +96,13 @@ class Answers:
         error_of: Builds the error of a failure.
         truncation_info: What ``info["multienv"]`` says of a truncation.
         on_spaces: Called with the spaces that a single env has set, pickled.
-        same_step: The worker begins the next episode in the step that ended one.
-        truncates: What an env of a batch raises in a step is made a truncation of.
 
     Attributes:
+        codec, truncation_info: As given.
+        same_step: The worker begins the next episode in the step that ended one.
+        truncates: What an env raises in a step is made a truncation of.
         started: Number of the last reply with states of random generators before resets; 0: there was none.
-        generators: Those states: slot → state.
+        starts: Those resets.
     """
 
     __slots__ = ("__dict__", "__weakref__", "started")  # the hot path reads these, native code by offset
@@ -91,15 +114,74 @@ class Answers:
         error_of: ErrorOf,
         truncation_info: TruncationInfo,
         on_spaces: Callable[[bytes], object],
-        *,
-        same_step: bool,
-        truncates: bool,
     ) -> None:
-        self._codec, self._position = codec, position
-        self._error_of, self._truncation_info, self._on_spaces = error_of, truncation_info, on_spaces
-        self._same_step, self._truncates = same_step, truncates
+        self.codec, self._position = codec, position
+        self._error_of, self.truncation_info, self._on_spaces = error_of, truncation_info, on_spaces
+        self.same_step, self.truncates = position.build.autoreset == "SAME_STEP", position.build.truncates_errors
         self.started = 0
-        self.generators: Mapping[int, bytes] = NONE
+        self.starts: Starts = ()
+
+    def at(self, position: Position) -> Answers:
+        """Return what reads replies to a caller who has seen what this position says."""
+        other = copy.copy(self)
+        other._position = position
+        return other
+
+    def take(
+        self, channel: Channel, number: int, state: State, message: Any, payload: bytes, lost: LostError | None
+    ) -> Read:
+        """Read the reply to the pending request. Raises ``Gone`` if it cannot be decoded.
+
+        Args:
+            channel: Of the process that has answered.
+            number: Of the request.
+            state: The worker's.
+            message: The request, unless it is a step.
+            payload: What it carries beside its bank.
+            lost: Builds the error of a slot that a reset skips; ``None``: no process was lost.
+        """
+        segment, request = channel.segment, state.request
+        assert request is not None
+        bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
+        at = self._position
+        read = Read(number, b"", b"", b"", at.seen, at.pickled_rows) if is_call else self.read(segment, number)
+        read.failed = bank.view[2] == FAILED
+        if not is_call or is_recorded(message):  # before anything is laid over the rows
+            read.entry = entry_of(bank, payload, b"" if read.failed else read.evidence)
+            read.call = payload if isinstance(message, CALLS) else b""
+        try:
+            read.answer = call_user_code(partial(self._answer, segment, read, message, state, lost), Illegible)
+        except Illegible as illegible:
+            if read.failed or is_call:  # the reply itself is no pickle
+                sometimes("a reply is unreadable")
+                raise channel.kill(cause="broken", detail=str(illegible)) from illegible
+            read.answer = unreadable(request.name, illegible)
+        if state.skipped or request.left_alone:
+            bank.skipped[:] = 0
+        if read.failed and request.kind is Kind.STEP and self.truncates:
+            read.truncated_errors[0] = read.answer
+            read.answer = self.truncation(segment, ((0, str(read.answer)),))
+        return read
+
+    def _answer(self, segment: Segment, read: Read, message: Any, state: State, lost: LostError | None) -> Any:
+        """Return what the reply to a request shows."""
+        request, skipped = state.request, state.skipped
+        assert request is not None
+        if request.kind is Kind.STEP:
+            return self.step(segment, read, skipped, request.left_alone)
+        if request.kind is Kind.RESET:
+            answer = self.reset(segment, read, message, skipped)
+            if isinstance(answer, RowsReply) and lost is not None:
+                answer.errors |= {slot: lost(reason) for slot, reason in skipped}
+            return answer
+        rest = segment.read_reply_payload(read.number)
+        if read.failed:
+            return self._error_of(-1, pickle.loads(rest))
+        slots = message.slots or range(self.codec.slots)
+        values, errors = call_answer(rest, slots, request.name, self._error_of)
+        if self.codec.verbatim:
+            return errors[0] if 0 in errors else values[0]
+        return values, errors
 
     def read(self, segment: Segment, number: int) -> Read:
         """Return the reply as bytes. Nothing is unpickled, so nothing can raise."""
@@ -113,7 +195,7 @@ class Answers:
         The rows of slots that were left alone, and their flags, are what the caller saw last. An exception is what a
         single env raised; or nothing was stepped, because actions cannot be unpickled there.
         """
-        bank, verbatim = segment.banks[read.number & 1], self._codec.verbatim
+        bank, verbatim = segment.banks[read.number & 1], self.codec.verbatim
         if bank.view[2] == FAILED:
             read.ended = verbatim
             return self._error_of(-1, pickle.loads(read.rest))
@@ -126,9 +208,9 @@ class Answers:
             if bank.skipped[slot] == BEGUN:
                 infos[slot] = {**infos.get(slot, {}), "multienv": {"recovery": "reset"}}
                 continue
-            begun = infos.get(slot, {}) if self._same_step else {}
+            begun = infos.get(slot, {}) if self.same_step else {}
             infos[slot] = {**begun, **self._info_of_truncation(segment, slot, reason)}
-            if not self._same_step or bank.skipped[slot] == NOT_RESET:
+            if not self.same_step or bank.skipped[slot] == NOT_RESET:
                 self._show_again(segment, (slot,), reply)
             reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True
         if left_alone:
@@ -146,33 +228,33 @@ class Answers:
         if segment.banks[read.number & 1].view[2] == FAILED:
             return self._error_of(-1, pickle.loads(read.rest))
         reply, extras = self._reply(segment, read, "reset")
-        if self._codec.verbatim:
+        if self.codec.verbatim:
             observation, *_, info = self._unwrapped(segment, read, extras)
             return observation, info
         missing = dict(skipped)
-        left = [slot for slot in range(self._codec.slots) if slot in missing or not message.touches(slot)]
+        left = [slot for slot in range(self.codec.slots) if slot in missing or not message.touches(slot)]
         self._show_again(segment, left, reply)
         self._finish(segment, read, reply, extras, {})
         return reply
 
     def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply | Transition:
         """Return the honest end of these episodes without a process: what was seen last once more."""
-        if self._codec.verbatim:
+        if self.codec.verbatim:
             last = None
             if segment is not None:
                 with contextlib.suppress(Exception):  # what cannot be unpickled here was never seen
                     last = self._last_observation(segment, 0)
-            return last, 0.0, False, True, {"multienv": self._truncation_info(skipped[0][1])}
+            return last, 0.0, False, True, {"multienv": self.truncation_info(skipped[0][1])}
         assert segment is not None
-        reply = self._codec.rows(segment, self._position.seen)
+        reply = self.codec.rows(segment, self._position.seen)
         infos = [(slot, self._info_of_truncation(segment, slot, reason)) for slot, reason in skipped]
         slots = [slot for slot, _ in skipped]
         reply.rewards[slots], reply.terminated[slots], reply.truncated[slots] = 0.0, False, True
         return reply.with_extras(Extras(infos, {}, self._unpickled_rows(self._position.pickled_rows_now, {})))
 
     def _info_of_truncation(self, segment: Segment, slot: int, reason: str) -> dict[str, Any]:
-        info = {"multienv": self._truncation_info(reason)}
-        if not self._same_step:
+        info = {"multienv": self.truncation_info(reason)}
+        if not self.same_step:
             return info
         return {"final_obs": self._last_observation(segment, slot), "final_info": info, **info}
 
@@ -180,28 +262,30 @@ class Answers:
         """Return the answer to a plain step of which some infos are pickled. Raises Illegible."""
         payload = segment.read_reply_payload(number)  # without a pickled part: the rows hold all
         extras, illegible = call_user_code(partial(self._extras, number, payload), Illegible)
-        if self._codec.verbatim:
-            return (*self._codec.transition(segment, number), _first_info(extras))
-        reply = self._codec.rows(segment, number).with_extras(extras)
+        if self.codec.verbatim:
+            return (*self.codec.transition(segment, number), _first_info(extras))
+        reply = self.codec.rows(segment, number).with_extras(extras)
         reply.errors = {slot: unreadable("step", error) for slot, error in illegible.items()}
         return reply
 
     def shown(self, segment: Segment) -> Any:
         """Return what the caller saw last: an observation; the arrays of the rows; or a pickled row for each slot."""
-        if self._codec.verbatim:
+        if self.codec.verbatim:
             return self._last_observation(segment, 0)
-        if not self._codec.has_rows:
+        if not self.codec.has_rows:
             return self._position.pickled_rows_now
-        return [leaf.copy() for leaf in self._codec.rows(segment, self._position.seen).leaves]
+        return [leaf.copy() for leaf in self.codec.rows(segment, self._position.seen).leaves]
 
     def _extras(self, number: int, rest: bytes) -> tuple[Extras, dict[int, Exception]]:
         """Unpack what a reply carries beside its rows; raise the error of a single env's info that is illegible."""
+        if not rest:
+            return Extras(), {}
         extras, illegible = unpack_extras(rest)
         if extras.generators:  # resets at which a replay can begin
-            self.started, self.generators = number, extras.generators
+            self.started, self.starts = number, [(number, extras.generators)]
         if extras.spaces:
             self._on_spaces(extras.spaces)
-        if self._codec.verbatim and illegible:
+        if self.codec.verbatim and illegible:
             raise illegible[0]
         return extras, illegible
 
@@ -210,10 +294,10 @@ class Answers:
         if segment.banks[number & 1].view[3] & PICKLED_ROWS:
             pairs = zip(pickled_rows, pickle.loads(read.pickled), strict=True)
             pickled_rows = [old if new is None else new for old, new in pairs]
-        elif self._codec.verbatim:
+        elif self.codec.verbatim:
             pickled_rows = [None]
         read.seen, read.pickled_rows = number, (number, pickled_rows)
-        reply = self._codec.rows(segment, number)
+        reply = self.codec.rows(segment, number)
         extras, illegible = self._extras(number, read.rest)
         reply.errors = {slot: self._error_of(slot, failure) for slot, failure in extras.failures.items()}
         reply.errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
@@ -222,7 +306,7 @@ class Answers:
     def _unwrapped(self, segment: Segment, read: Read, extras: Extras) -> Transition:
         """Return the transition of a single env. Raises what unpickling it raises."""
         _, (row,) = read.pickled_rows
-        return (*self._codec.transition(segment, read.number, row), _first_info(extras))
+        return (*self.codec.transition(segment, read.number, row), _first_info(extras))
 
     def _finish(self, segment: Segment, read: Read, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
         """Write the failures into the rows of their slots.
@@ -233,14 +317,14 @@ class Answers:
         if failures and not infos:
             infos = dict(extras.infos)
         for slot in failures:
-            if self._truncates and reply.truncated[slot]:
+            if self.truncates and reply.truncated[slot]:
                 read.truncated_errors[slot] = reply.errors.pop(slot)
                 what = extras.failures[slot]
                 reason = f"The env raised {what.type_name}: {what.text}"
-                final_info = {"multienv": self._truncation_info(reason)}
+                final_info = {"multienv": self.truncation_info(reason)}
                 infos[slot] = {**infos.get(slot, {}), **final_info}
                 reply.rewards[slot] = 0.0
-                if self._same_step:
+                if self.same_step:
                     infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": final_info}
                     continue
             self._show_again(segment, (slot,), reply)
@@ -252,22 +336,22 @@ class Answers:
     def _show_again(self, segment: Segment, slots: Sequence[int], reply: RowsReply) -> None:
         """Copy the rows of slots that the caller saw last into the reply."""
         if slots and self._position.seen and reply.leaves:
-            before = self._codec.rows(segment, self._position.seen)
+            before = self.codec.rows(segment, self._position.seen)
             for leaf, old in zip(reply.leaves, before.leaves, strict=True):
                 for slot in slots:
                     leaf[slot] = old[slot]
 
     def _last_observation(self, segment: Segment, slot: int) -> Any:
         seen, row = self._position.seen, self._position.pickled_rows_now[slot]
-        if self._codec.verbatim:
-            return self._codec.observation(segment, seen, row) if seen else None
-        if self._codec.has_rows:
-            return self._codec.row(segment, seen, slot) if seen else None
+        if self.codec.verbatim:
+            return self.codec.observation(segment, seen, row) if seen else None
+        if self.codec.has_rows:
+            return self.codec.row(segment, seen, slot) if seen else None
         return None if row is None else pickle.loads(row)
 
     def _unpickled_rows(self, pickled_rows: list[bytes | None], errors: dict[int, Exception]) -> Any:
         """Return the observations that have no rows; those that cannot be unpickled here become ``errors``."""
-        if self._codec.has_rows:
+        if self.codec.has_rows:
             return None
         observations: list[Any] = []
         for slot, row in enumerate(pickled_rows):

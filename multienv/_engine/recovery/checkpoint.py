@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
+from itertools import count
 from typing import Any
 
 from multienv._engine.recovery.journal import Journal
-from multienv._engine.recovery.memory import MemoryAcrossResets
 from multienv._engine.recovery.position import Position
+from multienv._engine.recovery.recoverer import Recoverer, Revived, Unrecoverable
+from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.state_machine import Episode, Process, State
-from multienv._engine.wire.messages import Build
-from multienv.config import RestartPolicy
+from multienv._engine.recovery.way_back import KeptSnapshot, Replayed, Source
+from multienv._engine.sometimes import sometimes
+from multienv._engine.wire.segment import Segment
 from multienv.errors import NotRestoredError, UsageError
 
+logger = logging.getLogger("multienv")
+
+# Snapshots that a worker may keep at a time. Each is a frozen process, so a loop that forgets to free them would take
+# all processes of the user.
+MOST_SNAPSHOTS = 1024
+_tokens = count(1)
 # Version of the dict that state_dict() returns.
 _VERSION = 13
 
@@ -29,7 +40,7 @@ class Snapshot:
 
     Attributes:
         token: Number of the frozen process.
-        position: Where the worker stood when the snapshot was taken, as ``Supervisor.where()`` returns it.
+        position: Where the worker stood when the snapshot was taken, as :func:`where_of` returns it.
         kept: The snapshots of the worker.
         of: The envs, in words.
     """
@@ -74,16 +85,32 @@ class KeptSnapshots:
 
     Args:
         free: Ends the process with this token; again does nothing.
+
+    Attributes:
+        dropped: Of snapshots to which nothing refers any more, and whose processes still run.
     """
 
     def __init__(self, free: Callable[[int], None]) -> None:
         self._free = free
         self._kept: dict[int, _Reference] = {}
-        self._dropped: deque[_Reference] = deque()
+        self.dropped: deque[_Reference] = deque()
 
-    def __len__(self) -> int:
-        """Return how many frozen processes there are."""
-        return len(self._kept)
+    def new_token(self) -> int:
+        """Return the token for one more snapshot. Raises UsageError if there are too many."""
+        self.free_dropped()
+        kept = len(self._kept)
+        if kept >= MOST_SNAPSHOTS:
+            raise UsageError(
+                f"snapshot(): {kept} are kept, as many as a worker may keep. free() some, or let go of them."
+            )
+        return next(_tokens)
+
+    def check(self, snapshot: object) -> None:
+        """Raise UsageError unless this is a snapshot of the worker that is not freed."""
+        if not isinstance(snapshot, Snapshot) or snapshot.kept is not self:
+            raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of this env; snapshot() returns one.")
+        if snapshot.is_free:
+            raise UsageError("restore(): this snapshot has been freed.")
 
     def __contains__(self, snapshot: object) -> bool:
         """Tell whether the frozen process of this snapshot is kept."""
@@ -92,7 +119,7 @@ class KeptSnapshots:
 
     def add(self, snapshot: Snapshot) -> None:
         """Keep a snapshot."""
-        reference = _Reference(snapshot, self._dropped.append)
+        reference = _Reference(snapshot, self.dropped.append)
         reference.token = snapshot.token
         self._kept[snapshot.token] = reference
 
@@ -104,9 +131,9 @@ class KeptSnapshots:
 
     def free_dropped(self) -> None:
         """End the processes of the snapshots to which nothing refers any more."""
-        while self._dropped:
-            self.free(self._dropped[0].token)
-            self._dropped.popleft()  # after it: an interruption leaves it to the next call
+        while self.dropped:
+            self.free(self.dropped[0].token)
+            self.dropped.popleft()  # after it: an interruption leaves it to the next call
 
     def free_all(self) -> None:
         """End all frozen processes, also those of snapshots that are gone."""
@@ -117,8 +144,24 @@ class KeptSnapshots:
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
-def packed(where: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where a worker stands as what ``state_dict()`` returns."""
+def where_of(position: Position, state: State, segment: Segment) -> dict[str, Any]:
+    """Return where a worker stands, as plain data; ``segment``: of the process that showed what was seen last."""
+    episode, truncations = state.episode.value, state.pending_truncations
+    return {**position.dump(segment), "episode": episode, "pending_truncations": truncations}
+
+
+def state_at(where: Mapping[str, Any]) -> State:
+    """Return the state of a worker that stands there."""
+    return State(Process.READY, Episode(where["episode"]), pending_truncations=where["pending_truncations"])
+
+
+def packed(where: Mapping[str, Any], journal: Journal) -> dict[str, Any]:
+    """Return where a worker stands as what ``state_dict()`` returns; UsageError if its envs could not be replayed."""
+    if not journal.replaying or not any(not plan.missing for plan in journal.plans()):
+        raise UsageError(
+            "state_dict(): what drove the env is not all known: its RestartPolicy does not replay; or the "
+            "episode has outgrown its journal_limit or replay_limit, until the next one has ended."
+        )
     position = pickle.dumps(where, protocol=5)
     return {"version": _VERSION, "position": position, "digest": _digest_of(position)}
 
@@ -149,16 +192,38 @@ def unpacked(state: Any, journal: Journal, slots: int) -> dict[str, Any]:
     return where
 
 
-def position_at(where: Mapping[str, Any], build: Build, policy: RestartPolicy, memory: MemoryAcrossResets) -> Position:
-    """Return a position of its own for where a worker stood; ``build``: what builds the present envs."""
-    there = Position(build, Journal(recording=True, policy=policy, memory=memory))
+def brought_back(
+    recoverer: Recoverer, where: Mapping[str, Any], present: Position, reporter: Reporter, token: int | None = None
+) -> Revived:
+    """Bring envs back to where a worker stood: from a frozen process, or by a replay of what led there.
+
+    Args:
+        recoverer: Of the worker that is to go on from there.
+        where: What :func:`where_of` returned.
+        present: Where that worker stands now.
+        reporter: Names its envs.
+        token: Of the frozen process; ``None``: there is none.
+
+    Raises:
+        NotRestoredError: They do not come back.
+    """
+    there = Position(present.build, copy.copy(present.journal))  # whose contents are replaced
     there.load(where)
-    return there
-
-
-def state_at(where: Mapping[str, Any]) -> State:
-    """Return the state of a worker that stands there."""
-    return State(Process.READY, Episode(where["episode"]), pending_truncations=where["pending_truncations"])
+    frozen: list[Source] = [] if token is None else [KeptSnapshot(token, there.number)]
+    sources, why = [*frozen, *map(Replayed, there.journal.plans())], there.journal.why_no_plan()
+    try:
+        revived = recoverer.bring_back(there.build, sources, recoverer.begin(planned=True), why_no_source=why)
+    except Unrecoverable as reason:
+        text = f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
+        text += "The env is as it was before."
+        if frozen:
+            text = f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
+        raise NotRestoredError(text) from reason.with_traceback(None)  # its frames would keep a segment mapped
+    sometimes("a kept snapshot is gone", bool(frozen) and revived.plan is not None)
+    if revived.plan is not None and revived.plan.resets:
+        reservation = present.journal.memory.reservation
+        logger.warning("%s: restored by a replay from a reset. %s", reporter.name, reservation)
+    return revived
 
 
 def _digest_of(position: Any) -> bytes:

@@ -1,59 +1,107 @@
-"""One loss of a worker's process: how the envs are recovered, and what is reported of it."""
+"""One loss of a worker's process: which env is to blame, how the envs are recovered, and what is reported of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multienv._engine.processes.channel import Channel, Fate
+from multienv._engine.processes.channel import Channel, Gone
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.memory import MemoryAcrossResets
 from multienv._engine.recovery.policy import RecoveryProgress
 from multienv._engine.recovery.position import Position
-from multienv._engine.recovery.recoverer import Recoverer, Revived
+from multienv._engine.recovery.recoverer import NotBuilt, Recoverer, Revived, Unrecoverable
 from multienv._engine.recovery.reporter import Reporter
-from multienv._engine.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Recovered, State
+from multienv._engine.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Recovered, Request, State
 from multienv._engine.recovery.way_back import Replayed, Source
 from multienv._engine.reports.texts import what_happened
 from multienv._engine.sometimes import sometimes
+from multienv._engine.wire.segment import ASKED
 from multienv.config import RestartPolicy
 from multienv.errors import MultienvError, RestartBudgetExceeded
 from multienv.events import Loss, Outcome
 
 
+def slot_to_blame(gone: Gone, request: Request | None, number: int, slots: int) -> int:
+    """Return the slot whose env a lost process was calling; -1: none, or not known; ``slots``: a policy was called.
+
+    Args:
+        gone: How it was lost.
+        request: The pending one.
+        number: Of that.
+        slots: Number of envs.
+    """
+    if request is not None and request.steps and gone.number >= number:  # each step of it has a number of its own
+        return gone.slot if gone.slot >= 0 else slots
+    if gone.number != number:
+        return -1
+    return 0 if slots == 1 else gone.slot
+
+
+def useful_snapshot(gone: Gone, lost: Channel, number: int) -> int | None:
+    """Return which snapshot of a lost process the envs may come from: number of the last request executed in it.
+
+    Args:
+        gone: How the process was lost.
+        lost: The channel to it.
+        number: Of the last request whose answer the caller has.
+    """
+    snapshot = gone.fate.snapshot
+    if snapshot is not None and snapshot > number:  # of a request that was taken back
+        sometimes("a snapshot is newer than the last answer")
+        return None
+    if snapshot is not None and snapshot < lost.segment.words[ASKED]:
+        sometimes("an env has asked outside after its snapshot")
+        return None
+    return snapshot
+
+
 class LossRecovery:
-    """Recovers from one loss: made when the loss is noticed, kept until the request is answered or the envs given up.
+    """Recovers from one loss, and reports what comes of it: kept until the request is answered or the envs given up.
 
     Args:
         lost: The channel of the lost process.
-        fate: How that process ended, and which snapshot it left. Not the ``Gone``: its traceback would keep the segment
-            mapped.
+        snapshot: See :func:`useful_snapshot`.
+        loss: The event that describes it. Not the ``Gone``: its traceback would keep the segment mapped.
         progress: What the recovery has taken so far.
+        reporter: Of the worker.
         long_past: The lost process had itself been started for this request, and had repeated more of the past than a
             recovery needs. That past may be the cause, so a short replay is tried first.
 
     Attributes:
-        loss: The event that describes it; ``None`` until it is made.
         processes: How many processes the request has ended; known once the envs are recovered.
     """
 
-    def __init__(self, lost: Channel, fate: Fate, progress: RecoveryProgress, *, long_past: bool = False) -> None:
-        self.lost, self.fate, self.progress = lost, fate, progress
-        self.long_past = long_past
-        self.loss: Loss | None = None
+    def __init__(
+        self,
+        lost: Channel,
+        snapshot: int | None,
+        loss: Loss,
+        progress: RecoveryProgress,
+        reporter: Reporter,
+        *,
+        long_past: bool = False,
+    ) -> None:
+        self._lost, self._snapshot, self._reporter = lost, snapshot, reporter
+        self.loss, self.progress, self.long_past = loss, progress, long_past
         self.processes = 0
 
-    def recover(self, recoverer: Recoverer, position: Position) -> Revived:
-        """Bring the envs back, with one charge to the budget and one deadline.
+    def recover(
+        self, recoverer: Recoverer, position: Position
+    ) -> tuple[Revived, Recovered] | tuple[None, NotRecovered]:
+        """Bring the envs back, with one charge to the budget and one deadline; return them, and what came of it.
 
         Raises:
             BudgetSpentError: The policy allows no further restart.
-            Unrecoverable: No source leads to the envs.
         """
         recoverer.arm(self.progress)
-        recoverer.admit(self.progress, position.steps)
-        why = position.journal.why_no_plan()
-        sources = self._sources(recoverer, position.journal)
-        return recoverer.bring_back(position.build, sources, self.progress, lost=self.lost, why_no_source=why)
+        try:
+            recoverer.admit(self.progress, position.steps)
+            why, sources = position.journal.why_no_plan(), self._sources(recoverer, position.journal)
+            found = recoverer.bring_back(position.build, sources, self.progress, lost=self._lost, why_no_source=why)
+        except Unrecoverable as why_not:
+            reason = f"{self._because(str(why_not))} {position.journal.memory.lost}".rstrip()
+            return None, NotRecovered(reason, is_built=not isinstance(why_not, NotBuilt))
+        return found, Recovered({slot: self._because(what) for slot, what in found.mismatches.items()})
 
     def _sources(self, recoverer: Recoverer, journal: Journal) -> list[Source]:
         """Return where the envs may come from: the snapshot first, then replays of the journal.
@@ -64,23 +112,35 @@ class LossRecovery:
         """
         sometimes("a process with all of its past is lost with the next request", self.long_past)
         short = journal.plans(near=True) if self.long_past else []
-        copy = recoverer.copy_of(self.lost, self.fate.snapshot)
+        copy = recoverer.copy_of(self._lost, self._snapshot)
         copies: list[Source] = [] if copy is None else [copy]
         return [*map(Replayed, short), *copies, *map(Replayed, journal.plans())]
 
     @property
     def what_happened(self) -> str:
         """Return a sentence that says how the process was lost."""
-        assert self.loss is not None
         return what_happened(self.loss)
 
-    def because(self, what: str) -> str:
+    def _because(self, what: str) -> str:
         """Return the reason for a truncation: what happened, and why the envs cannot be recovered."""
         return self._with_setback(f"{self.what_happened} It cannot be recovered: {what}.")
 
     def _with_setback(self, reason: str) -> str:
         setback = self.progress.setback
         return f"{reason} Its snapshot did not bring it back: {setback}." if setback else reason
+
+    def tell(self, outcome: Outcome, reason: str = "") -> None:
+        """Report the outcome, with the reason for it."""
+        self._reporter.recovery(self.loss, outcome, reason, self.progress)
+
+    def tell_dropped(self, instruction: Instruction, state: State, begun: Sequence[int]) -> None:
+        """Report that the policy has no recovery; see :meth:`outcome` for ``begun``."""
+        if instruction is Instruction.RAISE_LOST:
+            self.tell("raised")
+            return
+        is_reset = state.request is not None and state.request.kind is Kind.RESET
+        is_reset |= len(state.skipped) == len(begun) > 0
+        self.tell("reset" if is_reset else "truncated", state.what)
 
     def outcome(
         self,
@@ -89,7 +149,7 @@ class LossRecovery:
         before: State,
         after: State,
         memory: MemoryAcrossResets,
-        begun: Sequence[int] = (),
+        begun: Sequence[int],
     ) -> tuple[Outcome, str]:
         """Return the outcome to report, and the reason for it.
 
@@ -106,7 +166,6 @@ class LossRecovery:
             fresh = (is_reset or begun) and not after.pending_truncations and len(after.skipped) == len(begun)
             return "reset" if fresh else "truncated", event.reason
         if instruction is Instruction.RAISE_POISON:
-            assert self.loss is not None
             return "raised", f"The same {self.loss.command}() ended process after process."
         truncated = [reason for slot, reason in after.pending_truncations if slot in event.mismatches]
         reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
@@ -116,10 +175,9 @@ class LossRecovery:
             return "exact", ""
         return "replayed", self._with_setback(self.progress.changed or memory.reservation)
 
-    def error(self, instruction: Instruction, state: State, reporter: Reporter, policy: RestartPolicy) -> MultienvError:
+    def error(self, instruction: Instruction, state: State, policy: RestartPolicy) -> MultienvError:
         """Build the error for an instruction to raise."""
-        loss = self.loss
-        assert loss is not None
+        loss, reporter = self.loss, self._reporter
         if instruction is Instruction.RAISE_BUDGET:
             text = f"Its RestartPolicy allows {policy.max_restarts} restarts in an hour; they are spent."
             return reporter.lost_error(loss, text, RestartBudgetExceeded)

@@ -1,23 +1,31 @@
-"""Decide whether a process is replaced by plan between two requests."""
+"""Look after a worker between two requests: count the time of its envs, trim their journal, decide on its process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery.policy import Recycling
+from multienv._engine.recovery.policy import Losses, Recycling
 from multienv._engine.recovery.position import Position
-from multienv._engine.recovery.reporter import memory_of
 from multienv._engine.recovery.state_machine import Kind, State
 from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOT_SECONDS, SNAPSHOTS, STEP_SECONDS
+from multienv._engine.wire.segment import (
+    LOSS_SECONDS,
+    OBSTACLE,
+    OTHER_SECONDS,
+    SNAPSHOT,
+    SNAPSHOT_SECONDS,
+    SNAPSHOTS,
+    STEP_SECONDS,
+)
 from multienv._engine.worker.census import OBSTACLES
 from multienv.config import RestartPolicy
 
 
 class Maintenance:
-    """Finds out when the process of a worker is to be replaced.
+    """Looks after a worker: counts the time of its envs, trims their journal, finds when its process is to be replaced.
 
     Args:
         policy: The limits.
@@ -28,6 +36,7 @@ class Maintenance:
         is_due: Something is to be done before the next request.
         recycling_due: Why the process is to be replaced, or ``""``.
         needs_rebuild: Slots that need a new env, because their resets have ended processes.
+        takes_new_envs: The policy takes new envs between two episodes, which remember nothing.
     """
 
     __slots__ = (
@@ -39,6 +48,10 @@ class Maintenance:
     def __init__(self, policy: RestartPolicy, position: Position, *, resets_itself: bool = False) -> None:
         self._policy, self._position, self._resets_itself = policy, position, resets_itself
         self.recycling = Recycling(policy)
+        self.takes_new_envs = (
+            policy.accept != "exact" or policy.recycle_after_episodes is not None or not policy.replays
+        )
+        self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
         self.is_due = False
         self.recycling_due = ""
         self.needs_rebuild: frozenset[int] = frozenset()
@@ -47,7 +60,8 @@ class Maintenance:
 
     def begin(self, channel: Channel, replayed: int, *, is_over: bool) -> None:
         """Note that a new process has taken over, after so many requests of a replay; ``is_over``: no episode runs."""
-        self.recycling.begin(self._position.steps, self._ended(is_over=is_over), replayed)
+        if self.recycling.wanted:
+            self.recycling.begin(self._position.steps, self._ended(is_over=is_over), replayed)
         self._others = channel.segment.times[OTHER_SECONDS]
         self.is_due, self.recycling_due, self.needs_rebuild = False, "", frozenset()
 
@@ -55,17 +69,16 @@ class Maintenance:
         """Return about how many episodes have ended: of several envs, all but one count as ended."""
         return max(0, self._position.episodes - (self._resets_itself or not is_over))
 
-    def note_guilty(self, state: State, skipped: Iterable[tuple[int, str]], ended: Any) -> None:
+    def note_guilty(self, state: State, ended: Any) -> None:
         """Note which envs are to be new ones: their resets have ended processes, wherever the envs came back from.
 
         Args:
-            state: The worker's, while the answer is read.
-            skipped: The slots that took no part in the request.
+            state: The worker's, before the answer is committed.
             ended: Of each slot, whether its episode has ended and the next one has not begun.
         """
         assert state.request is not None
         guilty = {slot for slot, _ in (*state.deaths, *state.killed)}
-        for slot, _ in skipped:
+        for slot, _ in state.skipped:
             is_reset = state.request.kind is Kind.RESET
             if slot in guilty and (is_reset or slot in state.not_reset or ended[slot]):
                 sometimes("an env whose reset ends processes is built anew")
@@ -84,31 +97,44 @@ class Maintenance:
         """Note that the worker was moved to another position, whose steps are counted already."""
         self._steps = self._position.steps
 
-    def took(self, channel: Channel) -> float:
-        """Return the time that the envs took since the last count."""
+    def count_time(self, channel: Channel, losses: Losses) -> float:
+        """Return the time that the envs took since the last count; ``losses``: of the workers of the batch."""
         times = channel.segment.times
         steps, others, step = self._position.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
         # The smaller of two: a step may have waited for its core, and the next smoothed time shows that less.
         seconds: float = max(0, steps - self._steps) * min(step, self._step or step) + others - self._others
         self._steps, self._others, self._step = steps, others, step
+        losses.seconds += seconds
+        if losses.count:
+            times[LOSS_SECONDS] = losses.mean
         return seconds
 
     def look(self, channel: Channel, is_between: Callable[[], bool]) -> None:
-        """Find out what is due; called after one step in 64, and when an episode ends or begins.
+        """Trim the journal, and find out what is due; after one step in 64, and when an episode ends or begins.
 
         ``is_between`` tells whether no episode runs.
         """
-        position = self._position
+        policy, position, words = self._policy, self._position, channel.segment.words
+        journal = position.journal
+        if journal.recording:
+            limit, longest = policy.journal_limit * journal.slots, policy.replay_limit * journal.slots
+            forks = self._forks and not words[OBSTACLE]
+            journal.trim(limit, position.seconds, longest, words[SNAPSHOT], forks=forks)
         if self.recycling.wanted and not self.recycling_due:
             is_over = is_between()
             counts = position.steps, self._ended(is_over=is_over), len(position.seeds)
-            self.recycling_due = self.recycling.due(*counts, lambda: memory_of(channel), is_over=is_over)
+            self.recycling_due = self.recycling.due(*counts, channel.memory, is_over=is_over)
         is_ripe = bool(self.recycling_due) and not self.recycling.is_put_off(position.episodes)
         self.is_due = is_ripe or bool(self.needs_rebuild)
 
-    def snapshots(self, channel: Channel | None) -> tuple[int, str, float | None]:
-        """Return how many forked snapshots the process has taken, why it takes none now, and how often it does."""
+    def statistics(self, channel: Channel | None) -> dict[str, Any]:
+        """Return what is told of a process, by the names that ``Statistics`` has for it."""
         if channel is None:
-            return 0, "", None
-        words, interval = channel.segment.words, channel.segment.times[SNAPSHOT_SECONDS]
-        return words[SNAPSHOTS], OBSTACLES[words[OBSTACLE]], interval or None
+            return {"step_seconds": None, "snapshots": 0, "no_snapshots": "", "snapshot_seconds": None}
+        words, times = channel.segment.words, channel.segment.times
+        return {
+            "step_seconds": times[STEP_SECONDS] or None,
+            "snapshots": words[SNAPSHOTS],
+            "no_snapshots": OBSTACLES[words[OBSTACLE]],
+            "snapshot_seconds": times[SNAPSHOT_SECONDS] or None,
+        }

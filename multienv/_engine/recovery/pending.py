@@ -11,6 +11,7 @@ from typing import Any
 from multienv._engine.processes.channel import Channel
 from multienv._engine.recovery import deadlines
 from multienv._engine.recovery.deadlines import LONGER, RequestDeadlines
+from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.state_machine import Kind, Request, State
 from multienv._engine.reports.texts import deadline_of, foreign_frames
 from multienv._engine.sometimes import sometimes
@@ -29,8 +30,9 @@ from multienv._engine.wire.banks import (
     BankLayout,
     Entry,
 )
-from multienv._engine.wire.messages import BEGINNING, Message
-from multienv._engine.wire.segment import BUSY, REQUEST, SLOT, SNAPSHOT, Segment
+from multienv._engine.wire.codecs import Codec
+from multienv._engine.wire.messages import BEGINNING, Message, Reset, Rollout
+from multienv._engine.wire.segment import BUSY, REPLY, REQUEST, SLOT, SNAPSHOT, Segment
 
 logger = logging.getLogger("multienv")
 
@@ -47,9 +49,9 @@ class Pending:
     for.
 
     Args:
+        position: What the caller has seen of the worker.
         env_in: Names the env in a slot for warnings; for slot -1 all of them.
         limits: Deadlines of requests.
-        slots: Number of envs.
         replays: A process that hangs is recovered.
 
     Attributes:
@@ -67,6 +69,7 @@ class Pending:
         "_longest",
         "_mark",
         "_own",
+        "_position",
         "_replays",
         "_saved",
         "_silence",
@@ -79,8 +82,11 @@ class Pending:
         "until",
     )
 
-    def __init__(self, env_in: Callable[[int], str], limits: RequestDeadlines, slots: int, *, replays: bool) -> None:
-        self._env_in, self._limits, self._slots, self._replays = env_in, limits, slots, replays
+    def __init__(
+        self, position: Position, env_in: Callable[[int], str], limits: RequestDeadlines, *, replays: bool
+    ) -> None:
+        self._position, self._env_in, self._limits, self._replays = position, env_in, limits, replays
+        self._slots = len(position.seeds)
         self.step_limit = limits.step
         self.message: Message | None = None
         self.payload = b""
@@ -97,11 +103,19 @@ class Pending:
         self._own = 0  # number of a request whose deadline the caller has given with it
         self._waited = 0, inf  # number of a request that is waited for, and since when
 
-    def begin_step(self, number: int = 0, aside: Segment | None = None) -> None:
-        """Hold a step, which lies in its bank, or in a segment ``aside`` because there is no process."""
-        self.message, self.payload, self.limit = None, b"", self.step_limit
-        self._saved = None if aside is None else (number, *_request_of(aside, number))
+    def begin_step(self) -> None:
+        """Hold a step, which lies in its bank."""
+        self.message, self.payload, self.limit, self._saved = None, b"", self.step_limit, None
         self.arm()
+
+    def begin_step_aside(self, number: int, action: Any, codec: Codec) -> None:
+        """Hold a step for a process that is not there yet."""
+        sometimes("a step is asked for while there is no process")
+        aside = Segment(-1)
+        aside.lay_out(codec.layout)
+        codec.encoder(aside)(number, action)
+        self.begin_step()
+        self._saved = (number, *_step_in(aside, number))
 
     def begin(self, message: Message, payload: bytes, limit: float | None) -> None:
         """Hold a request that is not a step."""
@@ -133,10 +147,10 @@ class Pending:
             return None if limits.step is None else steps * self._slots * limits.step
         return {Kind.STEP: limits.step, Kind.RESET: limits.reset, Kind.CALL: limits.call}[kind]
 
-    def learn(self, steps: int, episodes: int) -> None:
-        """Find the deadlines that are ``"auto"``, after so many steps and resets."""
+    def learn(self) -> None:
+        """Find the deadlines that are ``"auto"``, after enough steps and resets."""
         if self._limits.is_learning:
-            self._limits.learn(steps, episodes)
+            self._limits.learn(self._position.steps, self._position.episodes)
             self.step_limit = self._limits.step
 
     def brief(self, request: Request | None, number: int) -> float:
@@ -144,20 +158,21 @@ class Pending:
         is_own = self.until is not None and not self._is_found(request, number)
         return deadlines.BRIEF * deadlines.LEAST if self._limits.is_learning and not is_own else 0.0
 
-    def find_limit(self, request: Request | None, steps: int, episodes: int) -> None:
+    def find_limit(self, request: Request | None) -> None:
         """Give a request that had no deadline when it was asked the one that is known now."""
         if self._limits.is_learning and request is not None and self.until is None:
-            self.learn(steps, episodes)
+            self.learn()
             limit = self.limit_of(request.kind, request.steps)
             if limit is not None:
                 self.bound(limit)
 
-    def note_time(self, request: Request | None, number: int, steps: int, episodes: int) -> None:
+    def note_time(self, segment: Segment, request: Request | None) -> None:
         """Note how long an answered request took, if it was waited for, to find ``"auto"`` deadlines by that."""
-        if not self._limits.is_learning or request is None:
+        number = self._position.number + 1
+        if not self._limits.is_learning or request is None or segment.words[REPLY] != number:
             return
         if self._limits.note(request.kind.value, self._took(number, request)):
-            self.learn(steps, episodes)
+            self.learn()
 
     def lengthen(self, request: Request, number: int) -> bool:
         """Give a request with an ``"auto"`` deadline more time, once; tell whether it has got some."""
@@ -182,7 +197,7 @@ class Pending:
     def save(self, segment: Segment, number: int) -> None:
         """Copy a step out of the bank of a lost process, for the next process."""
         if self._saved is None or self._saved[0] != number:
-            self._saved = (number, *_request_of(segment, number))
+            self._saved = (number, *_step_in(segment, number))
 
     def put(self, segment: Segment, number: int) -> None:
         """Write a saved step into the segment of another process."""
@@ -304,6 +319,14 @@ class Pending:
         Raises:
             Gone: The process ended, or was killed because the request is overdue.
         """
+        self.find_limit(request)
+        was_here = channel.answered(number)
+        is_here = self._wait(channel, number, until, request)
+        if is_here and not was_here:
+            self.note_time(channel.segment, request)
+        return is_here
+
+    def _wait(self, channel: Channel, number: int, until: float | None, request: Request | None) -> bool:
         while True:
             due = self.due(channel, number, request)
             nearest = due if until is None else min(due, until)
@@ -345,7 +368,7 @@ class Pending:
 
     def payload_of(self, segment: Segment, number: int, request: Request) -> bytes:
         """Return what the request carries beside its bank."""
-        return _request_of(segment, number)[1] if request.is_plain_step else self.payload
+        return _step_in(segment, number)[1] if request.is_plain_step else self.payload
 
     def entry(self, segment: Segment, number: int, request: Request, layout: BankLayout) -> bytes:
         """Return the request as a journal entry without a reply, for a crash report."""
@@ -359,7 +382,16 @@ class Pending:
         return Entry(part + bytes(layout.end - len(part)), payload).packed()
 
 
-def _request_of(segment: Segment, number: int) -> tuple[bytes, bytes]:
+def request_of(name: str, message: Message, waits: bool) -> Request:
+    """Return the request that a message makes; ``name`` and ``waits``: see :class:`Request`."""
+    if isinstance(message, Rollout):
+        return Request(Kind.STEP, name, waits, None, message.steps)
+    if isinstance(message, Reset):
+        return Request(Kind.RESET, name, waits, message.mask)
+    return Request(Kind.CALL, name, waits)
+
+
+def _step_in(segment: Segment, number: int) -> tuple[bytes, bytes]:
     """Return the request part of a step's bank, and its payload."""
     bank = segment.banks[number & 1]
     is_pickled = bank.view[0] == STEP and bank.view[1] & ~SKIPPED == PICKLED

@@ -15,9 +15,6 @@ from multienv.events import RecoveryMethod
 WINDOW = 3600.0
 # Seconds of the longest wait before a restart, however often it has failed.
 LONGEST_BACKOFF = 10.0
-# Snapshots from snapshot() that a worker may keep at a time. Each is a frozen process, so a loop that forgets to free
-# them would take all processes of the user.
-MOST_SNAPSHOTS = 1024
 # The mean time between losses is that of so many, the last ones.
 _REMEMBERED = 8
 # Seconds of the shortest mean: many workers may be killed in one moment.

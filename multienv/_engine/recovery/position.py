@@ -6,7 +6,7 @@ Only the supervisor and the hot path write it. A kept snapshot, a checkpoint and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from multienv._engine.wire.messages import Build
 from multienv._engine.wire.segment import Segment
 
 PickledRows = tuple[int, list[bytes | None]]
+# Resets where a replay can begin: number of the request, and slot → state of its generators before it.
+Starts = Iterable[tuple[int, Mapping[int, bytes]]]
 
 
 class Position:
@@ -75,13 +77,49 @@ class Position:
 
     # --- counting ---------------------------------------------------------------------------------
 
-    def count_reset(self, seeds: Iterable[int | None], touches: Any) -> None:
-        """Count the episodes that an answered reset has begun; ``touches`` tells of a slot whether it was reset."""
-        for slot, seed in enumerate(seeds):
-            if touches(slot):
-                self.episodes += 1
-                self.steps_before[slot] = self.steps
-                self.seeds[slot] = self.seeds[slot] if seed is None else seed
+    def count_reset(self, seeds: Mapping[int, int | None], number: int) -> None:
+        """Count the episodes that an answered reset has begun.
+
+        Args:
+            seeds: Slot that was reset → its seed.
+            number: Of the request.
+        """
+        for slot, seed in seeds.items():
+            self.episodes += 1
+            self.steps_before[slot] = self.steps
+            self.seeds[slot] = self.seeds[slot] if seed is None else seed
+        self.journal.note_ends(seeds, number)
+
+    def count_step(self, answer: Any, segment: Segment, number: int, left_alone: Sequence[int] = ()) -> None:
+        """Count a step, and the episodes that it has ended.
+
+        Args:
+            answer: To the step, with truncations laid over its rows.
+            segment: With the reply.
+            number: Of the request.
+            left_alone: Slots that took no part in it: their flags are those of an earlier step.
+        """
+        if not self.build.verbatim and not isinstance(answer, Exception):
+            failed = segment.banks[number & 1].failed
+            ended = (answer.terminated | answer.truncated | failed).nonzero()[0].tolist()
+            if left_alone:
+                ended = [slot for slot in ended if slot not in left_alone]
+                self.count_left_alone(left_alone)
+            self.count_ends(ended)
+            self.journal.note_ends(ended, number)
+        self.steps += 1
+
+    def count_rollout(self, steps: int, ends: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+        """Count the steps of a rollout; ``ends``: see ``RolloutReply``."""
+        before = self.steps
+        for done, number, slots in ends:
+            self.steps = before + done
+            if self.build.verbatim:
+                self.count_reset({0: None}, number)
+            else:
+                self.count_ends(slots)
+                self.journal.note_ends(slots, number)
+        self.steps = before + steps
 
     def count_left_alone(self, slots: Iterable[int]) -> None:
         """Leave the step that is answered now out of the count of these slots, which took no part in it."""
@@ -98,6 +136,20 @@ class Position:
             for slot in slots:
                 self.steps_before[slot] = before
                 self.episodes += 1
+
+    def ended(self, segment: Segment) -> Any:
+        """Return for each slot of a batch whether its episode has ended and the next has not begun: an array of bool.
+
+        With SAME_STEP the next has begun when the caller sees the end. ``segment``: of the process that showed it.
+        """
+        bank, can_be = segment.banks[self.seen & 1], self.seen > 0 and self.build.autoreset != "SAME_STEP"
+        return (bank.terminated | bank.truncated | bank.failed) & can_be
+
+    def note_starts(self, starts: Starts) -> None:
+        """Note resets that were answered now: a replay can begin there."""
+        for number, generators in starts:
+            for slot, state in generators.items():
+                self.journal.note_start(slot, number, state, self.seconds)
 
     # --- copies -----------------------------------------------------------------------------------
 

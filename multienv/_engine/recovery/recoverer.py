@@ -41,12 +41,14 @@ from multienv._engine.recovery.way_back import (
     WayRules,
     decide_way,
 )
+from multienv._engine.reports.texts import counted
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import FAILED, HEAD, MESSAGE, U32, split_entries
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Illegible
 from multienv._engine.wire.messages import (
     Build,
+    Close,
     Description,
     Failure,
     Imports,
@@ -59,7 +61,7 @@ from multienv._engine.wire.messages import (
 from multienv._engine.wire.segment import LOSS_SECONDS, REPLAYING, RESTARTS, SLOT
 from multienv._engine.worker.source_files import changed_file
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import NoCapacityError, ResultNotPicklableError, counted
+from multienv.errors import NoCapacityError, ResultNotPicklableError
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
@@ -79,15 +81,17 @@ _SLOWER = 3.0
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
-    """Raised when the envs cannot be recovered; the message says why."""
-
-
-class NotBuilt(Unrecoverable):
-    """Raised when no process can be had in which the envs are built.
+    """Raised when the envs cannot be recovered; the message says why.
 
     Attributes:
         failure: What ``env_fn`` raised, if that is why.
     """
+
+    failure: Failure | None = None
+
+
+class NotBuilt(Unrecoverable):
+    """Raised when no process can be had in which the envs are built."""
 
     def __init__(self, reason: str, failure: Failure | None = None) -> None:
         super().__init__(reason)
@@ -149,12 +153,14 @@ class Revived:
         source: Where they come from.
         build: The request that has built them; of a snapshot that of the process it was taken of.
         mismatches: Slot → difference, for each slot that is not as the caller saw it.
+        progress: What it has taken.
     """
 
     channel: Channel
     source: Source
     build: Build
     mismatches: Mapping[int, str]
+    progress: RecoveryProgress
 
     @property
     def plan(self) -> Plan | None:
@@ -299,6 +305,10 @@ class Recoverer:
         progress.log_at = now + (now - progress.began)
         self._tell(doing, progress)
 
+    def ask_to_close(self, channel: Channel) -> None:
+        """Ask a process to close its envs and end; does not wait."""
+        self.publish(channel, self.next_number(), pack_message(Close()))
+
     # --- building -----------------------------------------------------------------------------------
 
     def launch(self, build: Build, *, replacement: bool = False, lost: Collection[int] = ()) -> tuple[Channel, int]:
@@ -323,7 +333,9 @@ class Recoverer:
 
     def _tell_worker(self, channel: Channel) -> None:
         """Tell a new process how often processes were lost."""
-        channel.segment.words[RESTARTS], channel.segment.times[LOSS_SECONDS] = self.restarts, self.losses.mean
+        channel.segment.words[RESTARTS] = self.restarts
+        if self.losses.count:
+            channel.segment.times[LOSS_SECONDS] = self.losses.mean
 
     def await_build(
         self, build: Build, channel: Channel, number: int, until: float | None, progress: RecoveryProgress | None = None
@@ -479,9 +491,10 @@ class Recoverer:
                     dead = None
                 if isinstance(decided, TakeOver):
                     assert channel is not None
+                    progress.is_exact = not isinstance(source, Replayed) or not (source.plan.resets or progress.changed)
                     if not isinstance(source, NewEnvs):
                         progress.method = "journal" if isinstance(source, Replayed) else "snapshot"
-                    return Revived(channel, source, build, decided.mismatches)
+                    return Revived(channel, source, build, decided.mismatches, progress)
                 instruction = decided
                 next_source = instruction.source if isinstance(instruction, Try) else None
                 if isinstance(next_source, NewestSnapshot) and next_source.of is channel:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multienv._engine.interrupts import runs_user_code
-from multienv._engine.processes.channel import Channel, Gone
+from multienv._engine.processes.channel import Gone
 from multienv._engine.recovery import state_machine
 from multienv._engine.recovery.journal import replays_of
 from multienv._engine.recovery.policy import RecoveryProgress
@@ -24,9 +24,8 @@ from multienv._engine.reports.crash import Case, CrashReports
 from multienv._engine.reports.texts import env_error, lost_error, named, outcome_text, what_happened
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import Description, Failure
-from multienv._engine.wire.segment import RESIDENT
 from multienv._engine.wire.shared_pickle import SharedPickle
-from multienv.errors import WorkerLostError
+from multienv.errors import UsageError, WorkerLostError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
 
 logger = logging.getLogger("multienv")
@@ -128,19 +127,20 @@ class Reporter:
         report = self.reports.path or self.reports.last
         return lost_error(loss, advice, report, kind)
 
+    def unbuilt(self, reason: str, failure: Failure | None) -> Exception:
+        """Return the error for envs that could not be built anew; ``failure``: what ``env_fn`` raised, if it did."""
+        if failure is not None:
+            return self.error_of(-1, failure, "initialize")
+        if self.last_loss is None:
+            return UsageError(f"It could not be started: {reason}.")
+        return self.lost_error(self.last_loss, f"It could not be started again: {reason.rstrip('.')}.")
+
     # --- events -----------------------------------------------------------------------------------
 
-    def case(
+    def _case(
         self, pending: bytes, deadline: float | None, description: Description | None, codec: Codec | None
     ) -> Case | None:
-        """Return the data for a crash report; ``None`` if no reports are wanted.
-
-        Args:
-            pending: The entry of the request in which the process was lost.
-            deadline: Of that request, seconds.
-            description: Of the envs; ``None``: they were never built.
-            codec: Of the envs; ``None`` in the same case.
-        """
+        """Return the data for a crash report; ``None`` if no reports are wanted."""
         if not self.reports.wanted:
             return None
         journal, build = self._position.journal, self._position.build
@@ -160,7 +160,14 @@ class Reporter:
         )
 
     def loss(
-        self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None, *, idle: bool = False
+        self,
+        gone: Gone,
+        command: str,
+        slot: int,
+        limit: float | None,
+        description: Description | None,
+        codec: Codec | None,
+        pending: bytes = b"",
     ) -> Loss:
         """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`recovery`.
 
@@ -169,8 +176,9 @@ class Reporter:
             command: What the caller had called.
             slot: The slot whose env the process was executing; -1: none, or not known.
             limit: The deadline of the request, seconds.
-            case: For the crash report.
-            idle: The process had not begun to execute the command.
+            description: Of the envs; ``None``: they were never built.
+            codec: Of the envs; ``None`` in the same case.
+            pending: The entry of the request in which the process was lost, for a crash report.
         """
         fate = gone.fate
         loss = Loss(
@@ -185,12 +193,12 @@ class Reporter:
             stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail and gone.cause != "died" else ""),
             deadline=limit if gone.cause == "hung" else None,
             detail=gone.detail,
-            idle=idle,
+            idle=codec is not None and gone.number == 0 and gone.cause != "broken" and fate.code is not None,
             envs=self.envs,
             seeds=tuple(self.seed_of(slot, command) for slot in range(self._slots)),
         )
         self._lost_in = self._position.number
-        self.reports.open(loss, case)
+        self.reports.open(loss, self._case(pending, limit, description, codec))
         logger.info("%s", what_happened(loss))
         self._losses += 1
         self.last_loss = loss
@@ -288,25 +296,13 @@ class Reporter:
         """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
         call_hooks(self.events)
 
-    def statistics(
-        self,
-        *,
-        state: str,
-        pid: int | None,
-        rss: int | None,
-        restarts: int,
-        step_seconds: float | None,
-        journal_bytes: int,
-        snapshots: tuple[int, str, float | None],
-    ) -> Statistics:
-        """Return the counters at this moment."""
+    def statistics(self, **others: Any) -> Statistics:
+        """Return the counters at this moment, with ``others``."""
         return Statistics(
-            state=state,
-            pid=pid,
+            **others,
             steps=self._position.steps,
             episodes=self._position.episodes,
             losses=self._losses,
-            restarts=restarts,
             recycled=self._recyclings.total() - self._recyclings["put off"],
             exact_recyclings=self._recyclings["exact"],
             replayed_recyclings=self._recyclings["replayed"],
@@ -316,31 +312,10 @@ class Reporter:
             truncated_recoveries=self._outcomes["truncated"],
             replayed_steps=self._replayed_requests,
             recovery_seconds=tuple(self._times),
-            step_seconds=step_seconds,
-            journal_bytes=journal_bytes,
-            snapshots=snapshots[0],
-            no_snapshots=snapshots[1],
-            snapshot_seconds=snapshots[2],
-            rss=rss,
+            journal_bytes=len(self._position.journal),
             last_loss=self.last_loss,
             last_recovery=self.last_recovery,
         )
-
-
-def memory_of(channel: Channel) -> int | None:
-    """Return the resident memory of a channel's process, ``None`` where it is not known."""
-    return channel.segment.words[RESIDENT] or resident_bytes(channel.pid)
-
-
-def resident_bytes(pid: int | None) -> int | None:
-    """Return the resident memory of a process, ``None`` where it cannot be read."""
-    try:
-        fields = Path(f"/proc/{pid}/statm").read_text().split()
-    except OSError:  # not Linux, or it has just ended
-        return None
-    import resource
-
-    return int(fields[1]) * resource.getpagesize()
 
 
 @runs_user_code

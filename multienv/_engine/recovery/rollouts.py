@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from multienv._engine.recovery.answers import Read, Skipped, TruncationInfo, unreadable
+from multienv._engine.processes.channel import Channel
+from multienv._engine.recovery.answers import Answers, Read, Skipped, unreadable
 from multienv._engine.recovery.hot_path import GOES_ON, plain_heads
 from multienv._engine.recovery.position import Position
-from multienv._engine.reports.texts import cause_of
+from multienv._engine.reports.texts import cause_of, counted
+from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
-from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Extras, Illegible, NumberInfos, numbers_in
 from multienv._engine.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, call_user_code
 from multienv._engine.wire.rows import batch_of, leaf_spaces, nested, stacked
 from multienv._engine.wire.segment import Segment
-from multienv.errors import PolicyError, counted
+from multienv.errors import PolicyError
 
 Array = np.ndarray[Any, Any]
 Infos = NumberInfos | list[tuple[int, Any]]  # slot and info of those that have one
@@ -40,6 +41,7 @@ class RolloutReply:
         infos: Of each step in which some slot has an info.
         errors: What the envs have raised, by slot; the first of each.
         truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
+        failure: What the policy raised; ``None``: nothing.
         steps: How many steps were made.
         entries: The journal entries of all requests.
         ends: Requests in which episodes of several envs ended, or a single env began one: how many steps were made
@@ -54,6 +56,7 @@ class RolloutReply:
     infos: dict[int, Infos] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
     truncated_errors: list[tuple[int, Exception]] = field(default_factory=list)
+    failure: Failure | None = None
     steps: int = 0
     entries: list[bytes] = field(default_factory=list)
     ends: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)
@@ -61,32 +64,25 @@ class RolloutReply:
     is_over: bool = False
     is_legible: bool = True
 
+    @property
+    def answer(self) -> RolloutReply | PolicyError:
+        """Return what the caller gets."""
+        return self if self.failure is None else policy_error(self.failure, self.steps)
+
 
 class RolloutReader:
     """Reads what a worker answered to a rollout.
 
     Args:
-        codec: Of the worker.
-        scratch: A position for this reader alone: what the caller has seen so far within the rollout.
-        answers: Reads the reply to each request there.
-        truncation_info: What ``info["multienv"]`` says of a truncation.
-        same_step: A worker with several envs begins the next episode in the step that ended one.
-        truncates: What an env raises is made a truncation of.
+        answers: Reads the replies of the worker.
+        position: Of the worker.
     """
 
-    def __init__(
-        self,
-        codec: Codec,
-        scratch: Position,
-        answers: Any,
-        truncation_info: TruncationInfo,
-        *,
-        same_step: bool,
-        truncates: bool,
-    ) -> None:
-        self._codec, self._scratch, self._answers, self._truncation_info = codec, scratch, answers, truncation_info
-        self._same_step, self._truncates = same_step, truncates
+    def __init__(self, answers: Answers, position: Position) -> None:
+        self._scratch = Position(position.build, position.journal)  # what the caller has seen so far within the rollout
+        self._answers, self._codec = answers.at(self._scratch), answers.codec
         self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
+        codec = self._codec
         self._aside.lay_out(codec.layout)
         # Of replies that hold all there is to tell. That to a step which ended the episode of a single env does not.
         self._plain = {
@@ -97,6 +93,17 @@ class RolloutReader:
         # Arrays of a batch in a bank; what has none is read step by step.
         self._leaves = leaf_spaces(codec.space) if codec.has_rows else []
 
+    def take(self, channel: Channel, first: int, message: Rollout, skipped: Skipped) -> RolloutReply:
+        """Read the answer of a process; see :meth:`read`. Raises ``Gone`` if it cannot be decoded."""
+        try:
+            result = call_user_code(partial(pickle.loads, channel.segment.read_reply_payload(first)), Illegible)
+        except Illegible as illegible:
+            sometimes("the reply to a rollout is unreadable")
+            raise channel.kill(cause="broken", detail=str(illegible)) from illegible
+        if not isinstance(result, RolloutResult):
+            raise channel.kill(cause="broken", detail=f"it answered a rollout by {result!r:.1000}")
+        return self.read(first, message, result, skipped)
+
     def read(self, first: int, message: Rollout, result: RolloutResult, skipped: Skipped) -> RolloutReply:
         """Return the reply.
 
@@ -106,7 +113,8 @@ class RolloutReader:
             result: What was answered; truncations are laid over its banks.
             skipped: The slots that took no part in the first step, or in any, and why.
         """
-        scratch, answers, aside, reply = self._scratch, self._answers, self._aside, RolloutReply()
+        scratch, answers, aside = self._scratch, self._answers, self._aside
+        reply = RolloutReply(failure=result.failure)
         scratch.show(aside, message.shown)
         answers.started = 0
         shown = [self._legible(reply, self._first)]
@@ -133,7 +141,7 @@ class RolloutReader:
             take(read, skipped, reply, shown)
             scratch.seen, scratch.pickled_rows = read.seen, read.pickled_rows
             if answers.started == number:
-                reply.starts.append((number, answers.generators))
+                reply.starts += answers.starts
             if read.seen != number:  # it shows nothing: what was seen last is seen once more
                 scratch.show(aside, {**scratch.shown(aside), "seen": number})
                 bank.rewards[:], bank.terminated[:], bank.truncated[:] = 0.0, False, True
@@ -177,9 +185,9 @@ class RolloutReader:
             bank.truncated[list(failed)] = True
             by_slot = dict(infos)
             for slot, error in failed.items():
-                final_info = {"multienv": self._truncation_info(str(error))}
+                final_info = {"multienv": self._answers.truncation_info(str(error))}
                 by_slot[slot] = {**by_slot.get(slot, {}), **final_info}
-                if self._same_step:
+                if self._answers.same_step:
                     last = observations[slot] if observations else codec.row(aside, read.number, slot)
                     by_slot[slot] |= {"final_obs": last, "final_info": final_info}
             infos = sorted(by_slot.items())
@@ -204,7 +212,7 @@ class RolloutReader:
             answer = self._legible(reply, partial(answers.reset, aside, read, BEGINNING, ()))
         else:
             answer = self._legible(reply, partial(answers.step, aside, read, ()))
-        if failed and self._truncates and not begins:
+        if failed and self._answers.truncates and not begins:
             reply.truncated_errors.append((0, answer))
         elif failed:
             reply.errors.setdefault(0, answer)

@@ -17,24 +17,21 @@ import contextlib
 import logging
 import os
 import pickle
-import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from gymnasium.error import NoAsyncCallError
 
 from multienv._engine import interrupts
-from multienv._engine.processes.channel import Channel, Fate, Gone, SystemErrors
-from multienv._engine.processes.endings import BUSY_PATIENCE, Cut, let_go, log_cuts
-from multienv._engine.processes.worker_process import crowd_seconds
-from multienv._engine.recovery.answers import Answers, Read, call_answer, unreadable
-from multienv._engine.recovery.checkpoint import KeptSnapshots, Snapshot, packed, position_at, state_at, unpacked
+from multienv._engine.processes.channel import Channel, Gone, SystemErrors
+from multienv._engine.processes.endings import SOON, Closing, let_go
+from multienv._engine.recovery import checkpoint
+from multienv._engine.recovery.answers import Answers, Read
 from multienv._engine.recovery.deadlines import RequestDeadlines
 from multienv._engine.recovery.hot_path import (
     BEGINS,
@@ -52,23 +49,21 @@ from multienv._engine.recovery.hot_path import (
     take,
 )
 from multienv._engine.recovery.journal import Journal
-from multienv._engine.recovery.loss_recovery import LossRecovery
+from multienv._engine.recovery.loss_recovery import LossRecovery, slot_to_blame, useful_snapshot
 from multienv._engine.recovery.maintenance import Maintenance
-from multienv._engine.recovery.pending import Pending
-from multienv._engine.recovery.policy import MOST_SNAPSHOTS, RecoveryProgress
-from multienv._engine.recovery.position import Position
+from multienv._engine.recovery.pending import Pending, request_of
+from multienv._engine.recovery.position import Position, Starts
 from multienv._engine.recovery.recoverer import (
     BudgetSpentError,
     Launcher,
-    NotBuilt,
     Recoverer,
     RequestFailedError,
     Revived,
     Unrecoverable,
 )
-from multienv._engine.recovery.replacement import can_replay, replaced
-from multienv._engine.recovery.reporter import Reporter, memory_of
-from multienv._engine.recovery.rollouts import RolloutReader, RolloutReply, policy_error
+from multienv._engine.recovery.replacement import Replacement
+from multienv._engine.recovery.reporter import Reporter
+from multienv._engine.recovery.rollouts import RolloutReader
 from multienv._engine.recovery.state_machine import (
     Asked,
     BudgetSpent,
@@ -83,9 +78,7 @@ from multienv._engine.recovery.state_machine import (
     Kind,
     Launched,
     Lost,
-    NotRecovered,
     Process,
-    Recovered,
     RecoveryDue,
     Replied,
     Request,
@@ -97,53 +90,33 @@ from multienv._engine.recovery.state_machine import (
     refusal,
     slots_between,
 )
-from multienv._engine.recovery.way_back import KeptSnapshot, NewEnvs, Replayed, Source
+from multienv._engine.recovery.way_back import NewEnvs, Replayed
 from multienv._engine.sometimes import sometimes
-from multienv._engine.threads import Lock, beside, close_at_once
-from multienv._engine.wire.banks import FAILED, entry_of
-from multienv._engine.wire.codecs import Codec, RowsReply
+from multienv._engine.threads import Lock, beside
+from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Illegible
 from multienv._engine.wire.messages import (
     BEGINNING,
-    CALLS,
     Build,
-    Close,
     Description,
     GetGenerators,
     KeepSnapshot,
     Message,
     Reset,
     Rollout,
-    RolloutResult,
-    Unpicklable,
     call_user_code,
-    is_recorded,
     pack_message,
-    seeds_from,
 )
-from multienv._engine.wire.segment import ASKED, LOSS_SECONDS, OBSTACLE, REPLY, REQUEST, SNAPSHOT, STEP_SECONDS, Segment
+from multienv._engine.wire.segment import ASKED, REQUEST
 from multienv._engine.worker.starts import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
-from multienv.errors import (
-    ClosedError,
-    MultienvError,
-    NotRestoredError,
-    UsageError,
-    WaitTimeout,
-)
-from multienv.events import Hook, Loss, Outcome, Statistics
+from multienv.errors import ClosedError, MultienvError, UsageError, WaitTimeout
+from multienv.events import Hook, Loss, Statistics
 
 logger = logging.getLogger("multienv")
 
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
-_tokens = count(1)
-_ADVICE = (
-    ". RestartPolicy(accept='exact') takes no new envs, which would not remember earlier episodes. Raise the limit, or "
-    "if the env needs no such memory, give accept='replayed' or recycle_after_episodes"
-)
-# Seconds that close() waits for a call whose process it has killed, and for the log to take its warning.
-_SOON = 0.5
 _INTERRUPTED = "it was ended, because an exception of a signal handler struck in a call that had asked it"
 # After so many losses for one request, all killed from outside, their common past may be to blame.
 _OUTSIDE_LOSSES = 3
@@ -171,20 +144,6 @@ def abandon_all(workers: Iterable[Supervisor]) -> None:
     let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
 
 
-def close_together(workers: Collection[Supervisor], calls: Iterable[Callable[[], Any]]) -> None:
-    """Make the calls that close these workers, all at the same time; log once for all that had to be killed."""
-    cuts: list[Cut] = []
-    for worker in workers:
-        worker.cuts = cuts
-    try:
-        close_at_once(calls)
-    finally:
-        for worker in workers:
-            worker.cuts = None
-        if cuts:
-            beside(partial(log_cuts, cuts), _SOON)
-
-
 class Supervisor:
     """Keeps the envs of one worker alive.
 
@@ -209,7 +168,7 @@ class Supervisor:
         reporter: Counts and reports what happens to the envs.
         on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
-        cuts: Where close() notes that it has killed the process; ``None``: it logs that itself.
+        closing: Ends the process by plan.
     """
 
     __slots__ = (
@@ -242,7 +201,6 @@ class Supervisor:
         self.core: int | None = None
         self.asked_by: Any = None
         self.seeds: Any = None
-        self.cuts: list[Cut] | None = None
         self.on_spaces: Callable[[], Callable[[tuple[Any, Any]], object] | None] = lambda: None
         self._sharing = 0
         self.policy, self.deadlines = policy, deadlines
@@ -250,35 +208,29 @@ class Supervisor:
         self.lock = Lock()
         self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
         resets_itself = build.autoreset in ("NEXT_STEP", "SAME_STEP")
-        journal = Journal(
-            recording=policy.replays or (reports is not None and policy.journal_limit > 0),
-            policy=policy,
-        )
-        share = LARGE_SHARE if policy.recycles else SHARE
-        self.position = Position(replace(build, starts=share if journal.recording else 0.0), journal)
+        recording = policy.replays or (reports is not None and policy.journal_limit > 0)
+        journal = Journal(recording=recording, policy=policy)
+        share = 0.0 if not recording else LARGE_SHARE if policy.recycles else SHARE
+        self.position = Position(replace(build, starts=share), journal)
         self.reporter = Reporter(self.position, index, hooks, reports)
         self._envs = self.reporter.env_in(-1)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
-        self.pending = Pending(
-            self.reporter.env_in,
-            RequestDeadlines(deadlines, resets_in_steps=resets_itself),
-            len(build.draws),
-            replays=policy.on_timeout == "replay",
-        )
+        limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
+        self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
         self.recoverer = Recoverer(
             launcher, policy, deadlines, self.reporter.recovering, self._strayed, lambda number: journal.since(number)
         )
+        self.closing = Closing(self.recoverer.ask_to_close, deadlines.close)
         self.channel: Channel | None = None
         self.loss_recovery: LossRecovery | None = None
         self._building = 0  # number of the request that builds the envs for the first time
         self._long_past = False  # the process has repeated more of the past than a recovery has to
         self._why_lost = ""  # the process was ended to be replaced, and no new one could be had
-        self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
         self.rules = Rules(resets_itself=resets_itself, on_crash=policy.on_crash, on_timeout=policy.on_timeout)
         self.codec: Codec | None = None
         self.answers: Any = None  # Answers
         self._rollout_reader: RolloutReader | None = None  # made when it is first needed
-        self._kept = KeptSnapshots(self.recoverer.free)
+        self._kept = checkpoint.KeptSnapshots(self.recoverer.free)
         # Of the present process.
         self.segment: Any = None
         self.buffers: Any = None  # StepBuffers
@@ -325,9 +277,7 @@ class Supervisor:
             try:
                 self.recoverer.admit(progress, self.position.steps)
             except (BudgetSpentError, Unrecoverable):
-                self._tell(loss_recovery, "raised", "the budget of restarts is spent")
-                self.drop()
-                return self._happen(BudgetSpent())
+                return self._spend_budget(loss_recovery)
             progress.attempts += 1
             self.recoverer.restarts += 1
         self.channel, self._building = self.recoverer.launch(self.position.build)
@@ -351,7 +301,7 @@ class Supervisor:
                 self._prepare_step(action, waits, touched)
 
     def _send_beginning(self, waits: bool) -> bool:
-        """Publish the reset of a single env that carries nothing, if there is nothing to see to first."""
+        """Publish the reset of a single env that carries nothing, if its episode has ended and nothing else is due."""
         maintenance = self.maintenance
         if self.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
             return False
@@ -413,12 +363,7 @@ class Supervisor:
             brief = self.pending.brief(self.state.request, number) if until is None else 0.0
             if brief and channel.wait(number, time.monotonic() + brief):
                 return True
-            self._find_limit()
-            was_here = channel.answered(number)
-            is_here = self.pending.await_reply(channel, number, until, self.state.request)
-            if not was_here:
-                self.note_time()
-            return is_here
+            return self.pending.await_reply(channel, number, until, self.state.request)
         except BaseException:
             if self._closed:  # by a signal handler above this call, which has left the rest to it
                 self._release()
@@ -426,12 +371,8 @@ class Supervisor:
 
     def note_time(self) -> None:
         """Note how long the pending request took, when a wait for it has ended; deadlines are found by that."""
-        number = self.position.number + 1
-        if self.segment is not None and self.segment.words[REPLY] == number:
-            self.pending.note_time(self.state.request, number, self.position.steps, self.position.episodes)
-
-    def _find_limit(self) -> None:
-        self.pending.find_limit(self.state.request, self.position.steps, self.position.episodes)
+        if self.segment is not None:
+            self.pending.note_time(self.segment, self.state.request)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -444,13 +385,9 @@ class Supervisor:
         if self.state.process is Process.READY:
             self.buffers.encode(number, action)
             self.pending.begin_step()
-        else:  # there is no process to ask it
-            sometimes("a step is asked for while there is no process")
+        else:
             assert self.codec is not None
-            aside = Segment(-1)
-            aside.lay_out(self.codec.layout)
-            self.codec.encoder(aside)(number, action)
-            self.pending.begin_step(number, aside)
+            self.pending.begin_step_aside(number, action, self.codec)
         self._happen(Asked(Request(Kind.STEP, "step", waits, touched)))
         if instruction_of(self.state, self.rules) is Instruction.ASK:
             self._publish()
@@ -464,32 +401,23 @@ class Supervisor:
             waits: The caller collects the answer in the same call.
         """
         with self.lock:
-            is_reset, steps = isinstance(message, Reset), message.steps if isinstance(message, Rollout) else 0
-            kind = Kind.STEP if steps else Kind.RESET if is_reset else Kind.CALL
-            self.check(name, kind)
             if message is BEGINNING and self._send_beginning(waits):
                 return
+            request = request_of(name, message, waits)
+            self.check(name, request.kind)
+            is_reset = request.kind is Kind.RESET
+            resets_all = is_reset and request.touched is None
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
-                self.apply_limits(resetting=getattr(message, "mask", None) is None)
-            resets_all = isinstance(message, Reset) and message.mask is None
+                self.apply_limits(resetting=resets_all)
             if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
                 self._replace_if_due(resetting=resets_all)
-            touched = None
             if isinstance(message, Reset):
                 self.reporter.asked = message.seeds
-                touched = message.mask
             if isinstance(message, Rollout):
                 message = replace(message, shown=self.position.shown(self.segment))
-            try:
-                payload = pack_message(message)
-            except Unpicklable as unpicklable:
-                error = unpicklable.__cause__
-                raise UsageError(
-                    f"{name}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. "
-                    "Nothing was sent."
-                ) from error
-            self.pending.begin(message, payload, self.pending.limit_of(kind, steps))
-            self._happen(Asked(Request(kind, name, waits, touched, steps)))
+            payload = pack_message(message, name)
+            self.pending.begin(message, payload, self.pending.limit_of(request.kind, request.steps))
+            self._happen(Asked(request))
             if self.state.process is Process.READY:
                 self._publish()
 
@@ -499,9 +427,9 @@ class Supervisor:
 
     def _between(self, state: State) -> tuple[int, ...]:
         """Return the slots that begin their next episode in the pending step, which they take no other part in."""
-        return (
-            slots_between(state, self.ended(), self.rules) if state.skipped and not self.position.build.verbatim else ()
-        )
+        if not state.skipped or self.position.build.verbatim:
+            return ()
+        return slots_between(state, self.position.ended(self.segment), self.rules)
 
     def _name(self) -> str:
         return "initialize" if self.state.request is None else self.state.request.name
@@ -516,7 +444,7 @@ class Supervisor:
             self.reporter.path.append((event, state))
         if instruction in _RAISED:
             assert self.loss_recovery is not None
-            error = self.loss_recovery.error(instruction, state, self.reporter, self.policy)
+            error = self.loss_recovery.error(instruction, state, self.policy)
             self._store(state, error, self.position.number + 2)
         else:
             self.set_state(state)
@@ -572,113 +500,57 @@ class Supervisor:
         """Note that the process is lost; returns what the policy says."""
         request, channel, number = self.state.request, self.channel, self.position.number + 1
         assert channel is not None
-        slots, is_policy = self.rules.slots, False
-        slot = (0 if slots == 1 else gone.slot) if gone.number == number else -1
-        if request is not None and request.steps and gone.number >= number:  # each step of it has a number of its own
-            slot, is_policy = gone.slot, gone.slot < 0
+        slots, before, losses = self.rules.slots, self.loss_recovery, self.state.losses
+        slot = slot_to_blame(gone, request, number, slots)
         if request is not None and request.is_plain_step:
             self.pending.save(channel.segment, number)
         self.position.journal.cut(number - 1)
         # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
-        loss_recovery, losses = self.loss_recovery, self.state.losses
-        before = loss_recovery.progress if loss_recovery is not None and losses else None
-        progress = self.recoverer.begin_after((gone.cause, gone.fate.code), before)
+        earlier = before.progress if before is not None and losses else None
+        progress = self.recoverer.begin_after((gone.cause, gone.fate.code), earlier)
         least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
         long_past = self._long_past and losses >= least
-        loss_recovery = LossRecovery(channel, self._fate_of(gone), progress, long_past=long_past)
-        loss_recovery.loss = self._loss_of(gone, channel, slot)
+        loss = self._loss_of(gone, "snapshot" if request is None else request.name, slot if slot < slots else -1)
+        snapshot = useful_snapshot(gone, channel, number - 1)
+        loss_recovery = LossRecovery(channel, snapshot, loss, progress, self.reporter, long_past=long_past)
         self.loss_recovery = loss_recovery
-        lost = Lost(
-            gone.cause,
-            slots if is_policy else slot,
-            gone.is_from_outside,
-            loss_recovery.what_happened,
-            loss_recovery.long_past and gone.cause == "died",
-            loss_recovery.progress.tries,
-        )
-        instruction = self._happen(lost)
+        what, is_past = loss_recovery.what_happened, long_past and gone.cause == "died"
+        instruction = self._happen(Lost(gone.cause, slot, gone.is_from_outside, what, is_past, progress.tries))
         if gone.cause == "hung" and request is not None and self.pending.lengthen(request, number):
             text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
             logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
-            self._drop_lost(loss_recovery, instruction)
+            self.drop()
+            loss_recovery.tell_dropped(instruction, self.state, self._between(self.state))
         return instruction
 
-    def _fate_of(self, gone: Gone) -> Fate:
-        """Return how a process ended; without a snapshot that is of no use."""
-        fate, snapshot = gone.fate, gone.fate.snapshot
-        if snapshot is not None and snapshot > self.position.number:  # of a request that was taken back
-            sometimes("a snapshot is newer than the last answer")
-            return replace(fate, snapshot=None)
-        if snapshot is not None and snapshot < self.segment.words[ASKED]:
-            sometimes("an env has asked outside after its snapshot")
-            return replace(fate, snapshot=None)
-        return fate
-
-    def _loss_of(self, gone: Gone, channel: Channel, slot: int) -> Loss:
+    def _loss_of(self, gone: Gone, command: str, slot: int) -> Loss:
         """Record a loss."""
-        request, number = self.state.request, self.position.number + 1
-        entry, name = b"", "snapshot" if request is None else request.name
+        request, pending, entry = self.state.request, self.pending, b""
         if request is not None and self.codec is not None and self.reporter.reports.wanted:
-            entry = self.pending.entry(channel.segment, number, request, self.codec.layout)
-        idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
-        case = self.reporter.case(entry, self.pending.limit, self.description, self.codec)
-        return self.reporter.loss(gone, name, slot, self.pending.limit, case, idle=idle)
-
-    def _drop_lost(self, loss_recovery: LossRecovery, instruction: Instruction) -> None:
-        """Drop a lost process whose envs are not recovered, and record the outcome."""
-        self.drop()
-        request = self.state.request
-        if instruction is Instruction.RAISE_LOST:
-            self._tell(loss_recovery, "raised", "")
-        else:
-            is_reset = request is not None and request.kind is Kind.RESET
-            is_reset |= len(self.state.skipped) == len(self._between(self.state)) > 0
-            self._tell(loss_recovery, "reset" if is_reset else "truncated", self.state.what)
-
-    def _tell(self, loss_recovery: LossRecovery, outcome: Outcome, reason: str) -> None:
-        assert loss_recovery.loss is not None
-        self.reporter.recovery(loss_recovery.loss, outcome, reason, loss_recovery.progress)
+            assert self.channel is not None
+            entry = pending.entry(self.channel.segment, self.position.number + 1, request, self.codec.layout)
+        return self.reporter.loss(gone, command, slot, pending.limit, self.description, self.codec, entry)
 
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that cannot be recovered."""
         if self.description is None:
             return self._launch()
-        position = self.position
-        build, journal = position.build, position.journal
-        if build.seeds is not None:
-            build = replace(build, seeds=seeds_from(*build.seeds))
-        build = replace(build, draws=tuple(draw + 1 for draw in build.draws), generators={})
-        position.build = build  # first: another try draws other numbers
+        journal, build = self.position.journal, self.position.build.anew()
+        self.position.build = build  # first: another try draws other numbers
         progress = self.recoverer.begin(planned=self.loss_recovery is None)
         calls = journal.kept_calls() if journal.replaying else ()
         try:
             revived = self.recoverer.bring_back(build, [NewEnvs(calls)], progress)
         except Unrecoverable as why:
             self._refuse_if_unusable("collect")
-            error = self._unbuilt(why)
-            if self._give_up_request(error) is Instruction.TRUNCATE:
+            error = self.last_answer = self.reporter.unbuilt(str(why), why.failure)  # also for a caller in a thread
+            if self._happen(BuildFailed()) is Instruction.TRUNCATE:
                 return Instruction.TRUNCATE
-            raise error from error.__cause__ or why.with_traceback(None)  # what env_fn raised, if it did
-        self.take_over(revived, progress)
-        return self._happen(Launched(), Built())
-
-    def _unbuilt(self, why: Unrecoverable) -> Exception:
-        """Return the error for envs that could not be built anew."""
-        if isinstance(why, NotBuilt) and why.failure is not None:
-            return self.reporter.error_of(-1, why.failure, "initialize")
-        loss = self.reporter.last_loss if self.loss_recovery is None else self.loss_recovery.loss
-        if loss is None:
-            return UsageError(f"It could not be started: {why}.")
-        return self.reporter.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
-
-    def _give_up_request(self, error: Exception) -> Instruction:
-        """Note that there are no envs for the pending request: raise this error, unless a truncation answers it."""
-        self.last_answer = error  # for a caller that has left this to a thread
-        instruction = self._happen(BuildFailed())
-        if instruction is Instruction.NOTHING:
             self.position.number += 2
-        return instruction
+            raise error from error.__cause__ or why.with_traceback(None)  # what env_fn raised, if it did
+        self.take_over(revived)
+        return self._happen(Launched(), Built())
 
     def _do_await_build(self, until: float | None) -> Instruction:
         """Wait until the envs are built for the first time."""
@@ -695,15 +567,14 @@ class Supervisor:
             self.drop()
             if instruction is Instruction.RAISE_LOST:
                 assert self.loss_recovery is not None
-                self._tell(self.loss_recovery, "raised", "")
+                self.loss_recovery.tell("raised")
             return instruction
         if self.loss_recovery is not None:
-            self._tell(self.loss_recovery, "exact", "")
+            self.loss_recovery.tell("exact")
             self.loss_recovery = None
         self._lay_out()
         assert self.channel is not None
-        first = Revived(self.channel, NewEnvs(), self.position.build, {})
-        self.take_over(first, self.recoverer.begin(planned=True))
+        self.take_over(Revived(self.channel, NewEnvs(), self.position.build, {}, self.recoverer.begin(planned=True)))
         return self._happen(outcome)
 
     def _build_outcome(self, until: float | None) -> Event | Exception | None:
@@ -722,9 +593,8 @@ class Supervisor:
             return self.reporter.error_of(-1, failed.failure, "initialize")
         except Gone as gone:
             progress = self.recoverer.begin() if self.loss_recovery is None else self.loss_recovery.progress
-            self.loss_recovery = LossRecovery(channel, gone.fate, progress)
-            case = self.reporter.case(b"", pending.limit, self.description, self.codec)
-            self.loss_recovery.loss = self.reporter.loss(gone, "initialize", gone.slot, pending.limit, case)
+            loss = self._loss_of(gone, "initialize", gone.slot)
+            self.loss_recovery = LossRecovery(channel, gone.fate.snapshot, loss, progress, self.reporter)
             return Lost(gone.cause, -1, gone.is_from_outside)
         return Built()
 
@@ -736,42 +606,28 @@ class Supervisor:
             gone = self.channel.kill(detail=_INTERRUPTED)
             gone.detail, self._why_lost = self._why_lost or gone.detail, ""
             return self._lose(gone)
-        found: Revived | None = None
         try:
-            found = loss_recovery.recover(self.recoverer, self.position)
+            found, event = loss_recovery.recover(self.recoverer, self.position)
         except BudgetSpentError:
-            self._tell(loss_recovery, "raised", "the budget of restarts is spent")
-            self.drop()
-            return self._happen(BudgetSpent())
-        except Unrecoverable as why:
-            self.drop()  # there may be one that an earlier try has adopted
-            reason = f"{loss_recovery.because(str(why))} {self.position.journal.memory.lost}".rstrip()
-            event: Recovered | NotRecovered = NotRecovered(reason, is_built=not isinstance(why, NotBuilt))
-        else:
-            event = Recovered({slot: loss_recovery.because(what) for slot, what in found.mismatches.items()})
+            return self._spend_budget(loss_recovery)
         self.refuse_if_closed("collect", None if found is None else found.channel)
-        if found is not None:
+        if found is None:
+            self.drop()  # there may be one that an earlier try has adopted
+        else:
             long_past = self.position.journal.can_be_shorter(found.plan)
-            self.take_over(found, loss_recovery.progress)
+            self.take_over(found)
             self._long_past = long_past
         before, loss_recovery.processes = self.state, self.state.losses
         instruction = self._happen(event)
         memory, begun = self.position.journal.memory, self._between(self.state)
-        outcome, reason = loss_recovery.outcome(event, instruction, before, self.state, memory, begun)
-        self._tell(loss_recovery, outcome, reason)
+        loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, memory, begun))
         return instruction
 
-    def take_over(self, revived: Revived, progress: RecoveryProgress) -> None:
-        """Make a process the worker's, with envs that were brought back in it: the end of every way back."""
-        journal, source = self.position.journal, revived.source
-        progress.is_exact = not isinstance(source, Replayed) or not (source.plan.resets or progress.changed)
-        self.position.build = revived.build
-        if isinstance(source, NewEnvs):
-            journal.begin(self.position.number, source.calls)
-        elif isinstance(source, Replayed):
-            journal.go_on_from(source.plan)
-            journal.lose(revived.mismatches)
-        self._adopt(revived.channel, progress.replayed)
+    def _spend_budget(self, loss_recovery: LossRecovery) -> Instruction:
+        """Note that no restart is left."""
+        loss_recovery.tell("raised", "the budget of restarts is spent")
+        self.drop()
+        return self._happen(BudgetSpent())
 
     def _strayed(self, slot: int, what: str) -> None:
         """Note that a slot was replayed from a reset otherwise than it was seen."""
@@ -818,185 +674,68 @@ class Supervisor:
     # --- an answer --------------------------------------------------------------------------------
 
     def _take(self, number: int) -> None:
-        """Read, journal and commit the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
-        segment, request, channel = self.segment, self.state.request, self.channel
+        """Read, journal, commit and count the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
+        state, channel, position, loss_recovery = self.state, self.channel, self.position, self.loss_recovery
+        request = state.request
         assert request is not None
         assert channel is not None
         if request.steps:
             self._take_rollout(number)
             return
-        bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
-        message = None if request.kind is Kind.STEP else self.pending.message
-        failed = bank.view[2] == FAILED
-        journal, read = self.position.journal, None if is_call else self.answers.read(segment, number)
-        evidence = b"" if read is None or failed else read.evidence
-        if not is_call or is_recorded(message):  # before anything is laid over the rows
-            payload = self.pending.payload_of(segment, number, request)
-            entry = entry_of(bank, payload, evidence)
-            journal.log(number, entry, payload if isinstance(message, CALLS) else b"")
-        try:
-            answer = call_user_code(partial(self._answer, number, request, message, read), Illegible)
-        except Illegible as illegible:
-            if failed or is_call:  # the reply itself is no pickle
-                sometimes("a reply is unreadable")
-                raise channel.kill(cause="broken", detail=str(illegible)) from illegible
-            answer = unreadable(request.name, illegible)
-        skipped = self.state.skipped
-        if skipped or request.left_alone:
-            bank.skipped[:] = 0
-        if skipped:
-            loss = None if self.loss_recovery is None else self.loss_recovery.loss
-            if request.kind is Kind.RESET and loss is not None and not isinstance(answer, Exception):
-                for slot, reason in skipped:
-                    answer.errors[slot] = self.reporter.lost_error(loss, reason)
-            if not self.position.build.verbatim and not failed:
-                self.maintenance.note_guilty(self.state, skipped, self.ended())
-        ended = request.kind is Kind.STEP and read is not None and read.ended
-        if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
-            self.reporter.truncated_error(0, answer, channel.pid)
-            answer = self.answers.truncation(segment, ((0, str(answer)),))
-        # A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows
-        # that the caller saw last: its process may die while it writes there.
-        last = number if read is not None and read.seen == number else number + 1
-        self._commit(last, Replied(ended=ended, failed=failed), answer, read)
-        self._count(request, message, failed, number, read)
+        lost = None if loss_recovery is None else partial(self.reporter.lost_error, loss_recovery.loss)
+        is_step = request.kind is Kind.STEP
+        message = None if is_step else self.pending.message
+        payload = self.pending.payload_of(channel.segment, number, request)
+        read = self.answers.take(channel, number, state, message, payload, lost)
+        if state.skipped and not position.build.verbatim and not read.failed:
+            self.maintenance.note_guilty(state, position.ended(channel.segment))
+        if read.entry:
+            position.journal.log(number, read.entry, read.call)
+        self._commit(read.last, Replied(ended=read.ended, failed=read.failed), read.answer, read)
+        self._report_errors(channel, read.truncated_errors.items())
+        if is_step:
+            position.count_step(read.answer, channel.segment, number, request.left_alone)
+        elif isinstance(message, Reset) and not read.failed:
+            position.count_reset(message.begun, number)
+        # Between other requests the numbers of steps may all be odd ones, and none the 64th.
+        self._look(number, is_due=not is_step or read.ended or not position.number & SAMPLE)
 
     def _take_rollout(self, number: int) -> None:
-        """Read, journal and commit the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
-        segment, channel, position, codec = self.segment, self.channel, self.position, self.codec
+        """Read, journal, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
+        channel, position, message = self.channel, self.position, self.pending.message
         assert channel is not None
-        assert codec is not None
-        try:
-            rolled = call_user_code(partial(pickle.loads, segment.read_reply_payload(number)), Illegible)
-        except Illegible as illegible:
-            sometimes("the reply to a rollout is unreadable")
-            raise channel.kill(cause="broken", detail=str(illegible)) from illegible
-        if not isinstance(rolled, RolloutResult):
-            raise channel.kill(cause="broken", detail=f"it answered a rollout by {rolled!r:.1000}")
-        message = self.pending.message
         assert isinstance(message, Rollout)
         if self._rollout_reader is None:
-            aside = Position(position.build, position.journal)
-            self._rollout_reader = RolloutReader(
-                codec,
-                aside,
-                self._new_answers(codec, aside),
-                self.reporter.truncation_info,
-                same_step=position.build.autoreset == "SAME_STEP",
-                truncates=self.policy.on_error == "truncate",
-            )
-        reply = self._rollout_reader.read(number, message, rolled, self.state.skipped)
+            self._rollout_reader = RolloutReader(self.answers, position)
+        reply = self._rollout_reader.take(channel, number, message, self.state.skipped)
         position.journal.cut(position.number)
         for one, entry in enumerate(reply.entries, number):
             position.journal.log(one, entry)
-        position.show(segment, reply.shown)
-        self.answers.started = 0
-        segment.banks[number & 1].skipped[:] = 0
-        answer = reply if rolled.failure is None else policy_error(rolled.failure, reply.steps)
-        self._commit(position.seen, Replied(ended=reply.is_over), answer)
-        self._count_rollout(reply)
+        position.show(channel.segment, reply.shown)
+        channel.segment.banks[number & 1].skipped[:] = 0
+        self._commit(position.seen, Replied(ended=reply.is_over), reply.answer)
+        self._report_errors(channel, reply.truncated_errors)
+        position.count_rollout(reply.steps, reply.ends)
+        self.apply_limits(reply.starts)
 
-    def _count_rollout(self, reply: RolloutReply) -> None:
-        """Count the steps and episodes of a rollout, and see what is due."""
-        position, journal, before = self.position, self.position.journal, self.position.steps
-        assert self.channel is not None
-        for slot, error in reply.truncated_errors:
-            self.reporter.truncated_error(slot, error, self.channel.pid)
-        for steps, number, slots in reply.ends:
-            position.steps = before + steps
-            if position.build.verbatim:
-                position.count_reset((None,), BEGINNING.touches)
-            else:
-                position.count_ends(slots)
-            journal.note_ends(slots, number)
-        position.steps = before + reply.steps
-        seconds = self._count_time(self.channel)
-        for number, generators in reply.starts:
-            for slot, state in generators.items():
-                journal.note_start(slot, number, state, seconds)
-        self.apply_limits()
-
-    def _count_time(self, channel: Channel) -> float:
-        """Return the time that the envs took so far."""
-        seconds, losses = self.maintenance.took(channel), self.recoverer.losses
-        self.position.seconds += seconds
-        losses.seconds += seconds
-        if losses.count:
-            channel.segment.times[LOSS_SECONDS] = losses.mean
-        return self.position.seconds
-
-    def _answer(self, number: int, request: Request, message: Any, read: Read | None) -> Any:
-        """Return what the reply to a request shows."""
-        segment, skipped = self.segment, self.state.skipped
-        if read is not None and request.kind is Kind.STEP:
-            return self.answers.step(segment, read, skipped, request.left_alone)
-        if read is not None:
-            return self.answers.reset(segment, read, message, skipped)
-        rest = segment.read_reply_payload(number)
-        if segment.banks[number & 1].view[2] == FAILED:
-            return self._error_of(-1, pickle.loads(rest))
-        slots = message.slots or range(self.rules.slots)
-        values, errors = call_answer(rest, slots, request.name, self._error_of)
-        if self.position.build.verbatim:
-            return errors[0] if 0 in errors else values[0]
-        return values, errors
-
-    def _error_of(self, slot: int, failure: Any) -> Exception:
-        return self.reporter.error_of(slot, failure, self._name())
-
-    def _count(self, request: Request, message: Message | None, failed: bool, number: int, read: Read | None) -> None:
-        """Count what was answered by the reply to request ``number``, and see what is due."""
-        position = self.position
-        if request.kind is Kind.STEP:
-            assert self.channel is not None
-            assert read is not None
-            for slot, error in read.truncated_errors.items():
-                self.reporter.truncated_error(slot, error, self.channel.pid)
-            self._count_step(self.last_answer, number, request.left_alone)
-            if self.answers.started == number:
-                self._note_starts(number)
-            elif read.ended or not position.number & SAMPLE:
-                self.apply_limits()
-            return
-        if isinstance(message, Reset) and not failed:
-            position.count_reset(message.seeds, message.touches)
-            position.journal.note_ends(filter(message.touches, range(self.rules.slots)), number)
-            if self.answers.started == number:
-                self._note_starts(number)
-        # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
-        self.apply_limits()
+    def _report_errors(self, channel: Channel, errors: Iterable[tuple[int, Exception]]) -> None:
+        """Report exceptions of envs, by slot, that ended their episodes."""
+        for slot, error in errors:
+            self.reporter.truncated_error(slot, error, channel.pid)
 
     def count_plain(self, answer: Any, number: int, meaning: int) -> None:
         """Count a plain answer, if there is more to count than a step, and see what is due."""
         if meaning == BEGINS:  # a single env was reset
-            self.position.count_reset((None,), BEGINNING.touches)
-            self.position.journal.note_ends((0,), number)
+            self.position.count_reset({0: None}, number)
         else:
-            self._count_step(answer, number)
+            self.position.count_step(answer, self.segment, number)
+        self._look(number, is_due=not number & SAMPLE or self.maintenance.recycling.wanted)
+
+    def _look(self, number: int, *, is_due: bool) -> None:
+        """Apply the limits if that is due, or if the reply to request ``number`` tells of a reset."""
         if self.answers.started == number:
-            self._note_starts(number)
-        elif not number & SAMPLE or self.maintenance.recycling.wanted:
-            self.apply_limits()
-
-    def _count_step(self, answer: Any, number: int, left_alone: Sequence[int] = ()) -> None:
-        """Count a step, and the episodes that its answer ends."""
-        if isinstance(answer, RowsReply):
-            failed = self.segment.banks[number & 1].failed
-            ended = (answer.terminated | answer.truncated | failed).nonzero()[0].tolist()
-            if left_alone:  # their flags are those of an earlier step
-                ended = [slot for slot in ended if slot not in left_alone]
-                self.position.count_left_alone(left_alone)
-            self.position.count_ends(ended)
-            self.position.journal.note_ends(ended, number)
-        self.position.steps += 1
-
-    def _note_starts(self, number: int) -> None:
-        """Note the resets that the reply to request ``number`` tells of: a replay can begin there."""
-        channel = self.channel
-        if channel is not None:
-            seconds = self._count_time(channel)
-            for slot, generators in self.answers.generators.items():
-                self.position.journal.note_start(slot, number, generators, seconds)
+            self.apply_limits(self.answers.starts)
+        elif is_due:
             self.apply_limits()
 
     def resume(self) -> Any:
@@ -1024,7 +763,7 @@ class Supervisor:
                 number = self._building
             else:
                 return None
-            self._find_limit()
+            self.pending.find_limit(self.state.request)
             return channel, number, self.pending.due(channel, number, self.state.request)
 
     def bound(self, seconds: float) -> None:
@@ -1043,21 +782,14 @@ class Supervisor:
         assert self.description is not None
         self.position.journal.lay_out(codec.layout.end, codec.slots, self.description.seconds)
         self.rules = replace(self.rules, slots=codec.slots)
-        self.answers = self._new_answers(codec, self.position)
-        self.codec = codec
-
-    def _new_answers(self, codec: Codec, position: Position) -> Answers:
-        """Make what reads replies."""
-        build = position.build
-        return Answers(
+        self.answers = Answers(
             codec,
-            position,
-            self._error_of,
+            self.position,
+            lambda slot, failure: self.reporter.error_of(slot, failure, self._name()),
             self.reporter.truncation_info,
             self._set_spaces,
-            same_step=build.autoreset == "SAME_STEP",
-            truncates=build.truncates_errors,
         )
+        self.codec = codec
 
     def _set_spaces(self, spaces: bytes) -> None:
         """Show spaces that a single env has set, pickled; ``b""``: those that it was built with."""
@@ -1070,21 +802,26 @@ class Supervisor:
         if show is not None:
             show(shown)
 
-    def _adopt(self, channel: Channel, replayed: int) -> None:
-        """Go on with a process, in which so many requests were replayed; end the one before."""
-        codec, segment, old = self.codec, channel.segment, self.channel
+    def take_over(self, revived: Revived) -> None:
+        """Go on with a process in which the envs are back, and end the one before: the end of every way back."""
+        position, codec, channel, old = self.position, self.codec, revived.channel, self.channel
         assert codec is not None
+        position.build, source, journal = revived.build, revived.source, position.journal
+        if isinstance(source, NewEnvs):
+            journal.begin(position.number, source.calls)
+        elif isinstance(source, Replayed):
+            journal.go_on_from(source.plan)
+            journal.lose(revived.mismatches)
         if channel.code:
-            self.position.build = replace(self.position.build, code=self.recoverer.code.shared(channel.code))
-        buffers = buffers_of(self, channel, codec)
+            position.build = replace(position.build, code=self.recoverer.code.shared(channel.code))
+        segment, buffers = channel.segment, buffers_of(self, channel, codec)
         if self.segment is not None:
-            self.position.show(segment, self.position.shown(self.segment))
+            position.show(segment, position.shown(self.segment))
         self.answers.started, self._long_past = 0, False
-        self.pending.put(segment, self.position.number + 1)
+        self.pending.put(segment, position.number + 1)
         self.channel, self.segment, self.buffers = channel, segment, buffers
         self.recoverer.handed_over()
-        is_over = self.is_between_episodes()
-        self.maintenance.begin(channel, replayed, is_over=is_over)
+        self.maintenance.begin(channel, revived.progress.replayed, is_over=self.is_between_episodes())
         channel.prefer(self.core, sharing=self._sharing)
         channel.envs, channel.patience = self._envs, self.deadlines.close
         if old is not None and old is not channel:
@@ -1120,107 +857,62 @@ class Supervisor:
 
     # --- by plan ----------------------------------------------------------------------------------
 
-    def apply_limits(self, *, resetting: bool = False) -> None:
+    def apply_limits(self, starts: Starts = (), *, resetting: bool = False) -> None:
         """Trim the journal, free dropped snapshots, and find out whether something is due before the next request.
 
         Args:
+            starts: Resets that were answered now, where a replay can begin.
             resetting: That request resets all envs.
         """
-        self._kept.free_dropped()
-        channel = self.channel
+        if self._kept.dropped:
+            self._kept.free_dropped()
+        channel, position = self.channel, self.position
         if channel is not None:
-            seconds, journal, words = self._count_time(channel), self.position.journal, channel.segment.words
-            if journal.recording:
-                limit, longest = self.policy.journal_limit * journal.slots, self.policy.replay_limit * journal.slots
-                forks = self._forks and not words[OBSTACLE]
-                journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
+            position.seconds += self.maintenance.count_time(channel, self.recoverer.losses)
+            position.note_starts(starts)
             self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
-            self.pending.learn(self.position.steps, self.position.episodes)
-
-    @property
-    def takes_new_envs(self) -> bool:
-        """Whether the policy takes new envs between two episodes, which remember nothing."""
-        policy = self.policy
-        return policy.accept != "exact" or policy.recycle_after_episodes is not None or not policy.replays
+            self.pending.learn()
 
     def may_begin_anew(self, *, resetting: bool) -> bool:
         """Tell whether new envs may replace all; ``resetting``: the next request resets all."""
-        return self.takes_new_envs and (resetting or self.is_between_episodes())
+        return self.maintenance.takes_new_envs and (resetting or self.is_between_episodes())
 
     def is_between_episodes(self) -> bool:
         """Tell whether the episodes of all envs have ended, and none has begun since."""
-        position = self.position
-        if position.build.verbatim:
+        if self.position.build.verbatim:
             return self.state.episode is Episode.ENDED
-        return bool(self.ended().all())
-
-    def ended(self) -> Any:
-        """Return for each slot of a batch whether its episode has ended and the next has not begun: an array of bool.
-
-        With SAME_STEP the next has begun when the caller sees the end.
-        """
-        bank, position = self.segment.banks[self.position.seen & 1], self.position
-        can_be = position.seen > 0 and position.build.autoreset != "SAME_STEP"
-        return (bank.terminated | bank.truncated | bank.failed) & can_be
+        return bool(self.position.ended(self.segment).all())
 
     @interrupts.shielded
     def _replace(self, *, is_anew: bool) -> None:
-        """Replace the process: with new envs if ``is_anew``, else if they can be replayed.
-
-        Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
-        the new one is built beside it. If the envs cannot be built there, the old processes of the batch end first from
-        then on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
-        """
-        maintenance, reporter, position = self.maintenance, self.reporter, self.position
-        anew = tuple(range(self.rules.slots)) if is_anew else tuple(sorted(maintenance.needs_rebuild))
-        why = maintenance.recycling_due or "after a reset that ended process after process"
-        is_all = len(anew) == self.rules.slots
-        ends_first = is_all or (self.recoverer.code.builds_alone and can_replay(position, frozenset(anew)))
+        """Replace the process: with new envs if ``is_anew``, else if they can be replayed."""
+        plan = Replacement(self.recoverer, self.position, self.maintenance, self.reporter, is_anew=is_anew)
         try:
-            generators = self.ask_between(GetGenerators(anew)) if anew else {}
-        except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
-            sometimes("a process is lost before it is replaced by plan")
+            generators = self.ask_between(GetGenerators(plan.anew)) if plan.anew else {}
+        except (MultienvError, RequestFailedError) as error:
             if self.state.process is Process.NONE and not self.state.pending_truncations:
                 raise  # the policy says so; the caller's request has no envs to go to
-            logger.warning("%s: its process is not replaced: %s", reporter.name, error)
-            maintenance.put_off()
+            plan.tell_lost(error)
             return
-        before, channel, progress = self.state, self.channel, self.recoverer.begin(planned=True)
+        before, channel = self.state, self.channel
         assert channel is not None
-        progress.is_optional, has_asked = not ends_first, bool(channel.segment.words[ASKED])
-        if ends_first:
+        has_asked = bool(channel.segment.words[ASKED])
+        if plan.ends_first:
             self.mark_lost()
-            limit = self.deadlines.close
-            self.ask_to_end(channel, limit, time.monotonic() + limit + crowd_seconds(), keep_memory=True)
+            self.closing.end(channel, *self.closing.time(), keep_memory=True)
         try:
-            if has_asked and not ends_first:  # if the replay failed, the old envs would go on with another server
-                raise Unrecoverable("a replay would ask outside what the envs of the old process have asked")
-            revived = replaced(self.recoverer, position, generators, progress)
+            revived = plan.bring_back(generators, has_asked=has_asked)
         except (Unrecoverable, OSError) as reason:
             if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
                 raise
             self._refuse_if_unusable("step")
-            maintenance.put_off(is_built=not isinstance(reason, NotBuilt))
-            self.recoverer.code.builds_alone |= isinstance(reason, NotBuilt)
-            sometimes("a process that has ended first is not replaced", ends_first)
-            sometimes("a replacement by plan is put off", not ends_first)
-            if ends_first:
-                self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {reason}"
-            advice = "" if self.takes_new_envs else _ADVICE
-            reporter.recycling(why, "put off", f"{reason}{advice}", progress)
+            self._why_lost = plan.put_off(reason)
             return
         self.refuse_if_closed("step", revived.channel)
-        sometimes("a process is replaced by plan")
         self.mark_lost()
-        self.take_over(revived, progress)
+        self.take_over(revived)
         self.set_state(before)
-        memory = position.journal.memory
-        if isinstance(revived.source, NewEnvs):
-            reporter.recycling(why, "reset", memory.note_loss(reporter.name, why), progress)
-        elif progress.is_exact:
-            reporter.recycling(why, "exact", "", progress)
-        else:
-            reporter.recycling(why, "replayed", progress.changed or memory.reservation, progress)
+        plan.tell(revived.source)
 
     def _replace_if_due(self, *, resetting: bool) -> None:
         """Replace the process if that is due; ``resetting``: the next request resets all envs."""
@@ -1233,22 +925,17 @@ class Supervisor:
 
     # --- states to come back to -------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> checkpoint.Snapshot:
         """Keep the envs as they are now, to come back to with :meth:`restore`, any number of times."""
         with self.lock:
             self.check("snapshot")
-            self._kept.free_dropped()
-            kept = len(self._kept)
-            if kept >= MOST_SNAPSHOTS:
-                raise UsageError(
-                    f"snapshot(): {kept} are kept, as many as a worker may keep. free() some, or let go of them."
-                )
+            token = self._kept.new_token()
             if self.state.process is Process.NONE:
                 raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
-            token = next(_tokens)
             try:
                 obstacle = self.ask_between(KeepSnapshot(token, self.position.number))
-                snapshot = Snapshot(token, self._where(), self._kept, self.reporter.env_in(-1))
+                where = checkpoint.where_of(self.position, self.state, self.segment)
+                snapshot = checkpoint.Snapshot(token, where, self._kept, self.reporter.env_in(-1))
             except BaseException:
                 sometimes("a snapshot is broken off while it is taken")
                 if self.channel is not None:
@@ -1263,75 +950,43 @@ class Supervisor:
                 )
             return snapshot
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: checkpoint.Snapshot) -> None:
         """Bring the envs back to where they were when this snapshot was taken. Raises UsageError, NotRestoredError."""
         with self.lock:
             self.check("restore")
-            if not isinstance(snapshot, Snapshot) or snapshot.kept is not self._kept:
-                raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of this env; snapshot() returns one.")
-            if snapshot.is_free:
-                raise UsageError("restore(): this snapshot has been freed.")
+            self._kept.check(snapshot)
             # First: else this process is the parent of the woken one, and the monitor does not see that one end.
             self.give_up()
-            copy = KeptSnapshot(snapshot.token, snapshot.position["number"])
-            try:
-                self._return_to(snapshot.position, [copy])
-            except Unrecoverable as reason:
-                raise NotRestoredError(
-                    f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
-                ) from reason.with_traceback(None)  # its frames would keep a segment mapped
+            self._return_to(snapshot.position, snapshot.token)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it takes to go on from here in another trainer: plain data. Raises UsageError."""
         with self.lock:
             self.check("state_dict")
-            journal = self.position.journal
-            if not journal.replaying or not any(not plan.missing for plan in journal.plans()):
-                raise UsageError(
-                    "state_dict(): what drove the env is not all known: its RestartPolicy does not replay; or the "
-                    "episode has outgrown its journal_limit or replay_limit, until the next one has ended."
-                )
-            return packed(self._where())
+            where = checkpoint.where_of(self.position, self.state, self.segment)
+            return checkpoint.packed(where, self.position.journal)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called, in a new process. Raises UsageError, NotRestoredError."""
-        self.initialize()
         with self.lock:
             self.check("load_state_dict")
-            where = unpacked(state, self.position.journal, self.rules.slots)
-            try:
-                self._return_to(where, [])
-            except Unrecoverable as reason:
-                raise NotRestoredError(
-                    f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
-                    "The env is as it was before."
-                ) from reason.with_traceback(None)
+            self._return_to(checkpoint.unpacked(state, self.position.journal, self.rules.slots))
 
-    def _where(self) -> dict[str, Any]:
-        """Return where the worker stands, as plain data."""
-        episode, truncations = self.state.episode.value, self.state.pending_truncations
-        return {**self.position.dump(self.segment), "episode": episode, "pending_truncations": truncations}
-
-    def _return_to(self, where: Mapping[str, Any], sources: Sequence[Source]) -> None:
-        """Bring the envs to where a worker stood, from these sources or by a replay of what led there."""
-        memory, progress = self.position.journal.memory, self.recoverer.begin(planned=True)
-        there = position_at(where, self.position.build, self.policy, memory)
-        replays, why = map(Replayed, there.journal.plans()), there.journal.why_no_plan()
-        revived = self.recoverer.bring_back(there.build, [*sources, *replays], progress, why_no_source=why)
+    def _return_to(self, where: Mapping[str, Any], token: int | None = None) -> None:
+        """Go on where a worker stood; ``token``: of the process that was frozen there."""
+        position = self.position
+        revived = checkpoint.brought_back(self.recoverer, where, position, self.reporter, token)
         self.refuse_if_closed("restore", revived.channel)
-        sometimes("a kept snapshot is gone", bool(sources) and revived.plan is not None)
-        if revived.plan is not None and revived.plan.resets:
-            logger.warning("%s: restored by a replay from a reset. %s", self.reporter.name, memory.reservation)
         self.give_up()
-        spaces = self.position.spaces
-        self.position.load(where)
+        spaces = position.spaces
+        position.load(where)
         self.maintenance.moved()
         self.pending.forget()
-        self.take_over(revived, progress)
-        self.position.show(revived.channel.segment, where["shown"])
-        if self.position.spaces != spaces:
-            self._set_spaces(self.position.spaces)
-        self.set_state(state_at(where))
+        self.take_over(revived)
+        position.show(revived.channel.segment, where["shown"])
+        if position.spaces != spaces:
+            self._set_spaces(position.spaces)
+        self.set_state(checkpoint.state_at(where))
 
     @interrupts.shielded
     def ask_between(self, message: Message) -> Any:
@@ -1340,8 +995,9 @@ class Supervisor:
         After a loss, the envs are recovered and the request is sent again.
         """
         while True:
-            if self.state.process is Process.LOST:
-                self._recover_now()
+            while self.state.process is Process.LOST:
+                if self._do_recover(None) not in (Instruction.RECOVER, Instruction.NOTHING):
+                    raise self.last_answer from None
             before, channel = self.state, self.channel
             assert channel is not None
             self.pending.begin(message, b"", ASIDE)
@@ -1356,14 +1012,6 @@ class Supervisor:
             else:
                 self.set_state(before)
                 return answer
-
-    def _recover_now(self) -> None:
-        """Recover the envs of a lost process while no request is pending."""
-        instruction = Instruction.RECOVER
-        while instruction is Instruction.RECOVER:
-            instruction = self._do_recover(None)
-        if instruction is not Instruction.NOTHING:
-            raise self.last_answer from None
 
     def lose(self, *, keeps_request: bool) -> None:
         """Count the process as lost if a request is pending, for which see :class:`Interrupted`."""
@@ -1431,8 +1079,7 @@ class Supervisor:
             return
         self._closed = True
         self.recoverer.close()
-        limit = self.deadlines.close if patience is None else min(self.deadlines.close, max(0.0, patience))
-        spare = crowd_seconds() if limit == self.deadlines.close else 0.0  # a timeout of the caller's is kept
+        limit, until = self.closing.time(patience)
         mine = self.lock._is_owned()  # type: ignore[attr-defined]
         try:
             if mine or not self.lock.acquire(blocking=False):
@@ -1440,13 +1087,13 @@ class Supervisor:
                 if channel is not None:
                     channel.kill()
                 # Held by a call that sees the end of its process at once, unless this is a signal handler above it.
-                if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
+                if mine or not self.lock.acquire(timeout=min(limit, SOON)):
                     self.reporter.events.append((self._let_go, None))  # when that call is done
                     return
-            self._end(limit, time.monotonic() + limit + spare)  # again does nothing, unless it was interrupted
+            self._end(limit, until)  # again does nothing, unless it was interrupted
             unlogged = self.reporter.unlogged()
             if unlogged:
-                beside(partial(_warn, unlogged), _SOON)
+                beside(partial(_warn, unlogged), SOON)
             self._release()
         finally:
             if not mine:  # whether acquire() has returned cannot be known: an interruption may come right after it
@@ -1456,42 +1103,24 @@ class Supervisor:
                     pass
 
     def _end(self, limit: float, until: float) -> None:
-        """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
+        """Have a process close its envs and end, once it has answered what is pending; kill it if it does not."""
         channel, state, number = self.channel, self.state, self.position.number + 1
         self.note_closed()
         if channel is None or state.process is Process.NONE:
             return
         try:
             is_idle = state.process is Process.READY and limit > 0
-            if is_idle and state.request is not None:  # answered first, for nobody
+            if is_idle and state.request is not None:
                 self.pending.publish(channel, number, state)  # again, if it was asked
-                is_idle = channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until))
-                if not is_idle:
-                    channel.kill()
-                    self._note_cut(Cut(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()"))
-                    return
+                is_idle = self.closing.finish(channel, number, state.request.name, limit, until)
             if is_idle:
-                self.ask_to_end(channel, limit, until)
+                self.closing.end(channel, limit, until)
             else:
                 channel.kill()
         except Gone:
             channel.kill()
         except OSError:  # close() never raises; the monitor ends what is left
             logger.exception("close() could not end process %s", channel.pid)
-
-    def _note_cut(self, cut: Cut) -> None:
-        """Log that the process was killed before its envs were closed, or leave that to :func:`close_together`."""
-        if self.cuts is not None:
-            self.cuts.append(cut)
-        else:
-            beside(partial(log_cuts, [cut]), _SOON)
-
-    def ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> None:
-        """Ask a process to close its envs and end; kill it if it has not by ``until``, and log that."""
-        channel.is_closing = True
-        self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))
-        if channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory):
-            self._note_cut(Cut(channel.envs, limit))
 
     def abandon(self) -> Channel | None:
         """Release all without waiting; return the channel to the process, if there is one, for ``let_go()``."""
@@ -1523,18 +1152,15 @@ class Supervisor:
     def statistics(self) -> Statistics:
         """Return counters and state at this moment."""
         channel, state = self.channel, self.state
-        words = None if channel is None else channel.segment
         alive = channel if state.process in (Process.BUILDING, Process.READY) else None
         if alive is not None and alive.has_ended():
             alive = None
         return self.reporter.statistics(
-            state=name_of(state, started=self.recoverer.description is not None),
+            state=name_of(state, started=self.description is not None),
             pid=None if alive is None else alive.pid,
-            rss=None if alive is None else memory_of(alive),
+            rss=None if alive is None else alive.memory(),
             restarts=self.recoverer.restarts,
-            step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
-            journal_bytes=len(self.position.journal),
-            snapshots=self.maintenance.snapshots(channel),
+            **self.maintenance.statistics(channel),
         )
 
 

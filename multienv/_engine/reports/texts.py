@@ -21,7 +21,6 @@ from multienv.errors import (
     WorkerHungError,
     WorkerLostError,
     catchable_as,
-    counted,
     listed,
     rebuilt,
     show_remotely,
@@ -38,6 +37,11 @@ _OUR_FRAMES = re.compile(
     r'(?:  File "<string>", line 1 in <module>\n?)?|^\nExtension modules: .*\n?',
     re.MULTILINE,
 )
+
+
+def counted(number: int, thing: str) -> str:
+    """Return a number of things for people to read: ``"1 request"``, ``"2 requests"``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def exit_text(code: int | None) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from multienv._engine.wire.banks import BEGIN
 from multienv._engine.wire.reducers import pickled
+from multienv.errors import UsageError
 
 T = TypeVar("T")
 
@@ -101,6 +102,11 @@ class Build:
     generators: Mapping[int, bytes] = field(default_factory=dict)
     code: bytes = b""
 
+    def anew(self) -> Build:
+        """Return the request that builds other envs, which draw other numbers."""
+        seeds = None if self.seeds is None else seeds_from(*self.seeds)
+        return replace(self, seeds=seeds, draws=tuple(draw + 1 for draw in self.draws), generators={})
+
 
 def seeds_from(*numbers: int) -> tuple[int, int]:
     """Return seeds for ``random`` and ``numpy.random`` of a process; equal numbers give equal seeds."""
@@ -159,6 +165,11 @@ class Reset:
     def touches(self, slot: int) -> bool:
         """Tell whether this resets the slot."""
         return self.mask is None or self.mask[slot]
+
+    @property
+    def begun(self) -> dict[int, int | None]:
+        """Return the seeds of the slots that this resets."""
+        return {slot: seed for slot, seed in enumerate(self.seeds) if self.touches(slot)}
 
 
 # The reset of a single env that carries nothing: it travels as a kind of request of its own, without payload.
@@ -370,15 +381,16 @@ class Failure:
     returned: bytes | None = None
 
 
-class Unpicklable(Exception):  # noqa: N818 - internal
-    """Raised when an argument cannot be pickled; the cause says why."""
-
-
-def pack_message(message: Message) -> bytes:
-    """Return the payload of a message. Raises :class:`Unpicklable`."""
+def pack_message(message: Message, name: str = "") -> bytes:
+    """Return the payload of a message. Raises UsageError if it cannot be pickled; ``name``: of the caller's call."""
     if message is BEGINNING:
         return b""
-    return call_user_code(lambda: dumps(message), lambda error: Unpicklable(error))
+    return call_user_code(
+        lambda: dumps(message),
+        lambda error: UsageError(
+            f"{name}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. Nothing was sent."
+        ),
+    )
 
 
 # What the pickle of a Reset begins with, behind the eleven bytes that tell its length.

@@ -15,8 +15,6 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from multienv.errors import counted
-
 if TYPE_CHECKING:
     from multienv._engine.wire.banks import Bank
 
@@ -149,7 +147,7 @@ def _items(name: str, value: Any, wanted: int) -> Sequence[Any]:
     """Return the items of a tuple, or of anything like it. Raises ValueError unless there are as many as wanted."""
     found = tuple(value) if isinstance(value, Iterable) else None
     if found is None or len(found) != wanted:
-        what = f"is of type {type(value).__name__}" if found is None else f"has {counted(len(found), 'item')}"
+        what = f"is of type {type(value).__name__}" if found is None else f"has length {len(found)}"
         raise ValueError(f"{name} {what}; the env's observation space wants a tuple of {wanted}. {_FIX}")
     return found
 
