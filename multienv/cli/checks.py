@@ -891,10 +891,10 @@ def options_for(patient: Patient) -> str:
     """Return the recommended options for this env, as Python."""
     slowest = patient.first.slowest_step
     deadlines = f"step={max(_LEAST_IF_CALM, math.ceil(_TIMES_IF_CALM * slowest)):.1f}"
-    if patient.is_busy:
-        deadlines = 'step="auto"'
-    elif patient.hung:
+    if patient.hung:
         deadlines = f"step={_deadline(slowest):.1f}, reset={_deadline(patient.first.slowest_reset):.1f}"
+    elif patient.is_busy:
+        deadlines = 'step="auto"'
     options = [f"deadlines=Deadlines({deadlines})"]
     if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":
         options.append("envs_per_worker=1")

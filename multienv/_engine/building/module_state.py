@@ -33,10 +33,10 @@ from multienv._engine.worker.imports import is_installed
 _OF_TRAINER = {"jax", "logging", "matplotlib", "multienv", "os", "sys", "tensorflow", "torch", "warnings"}
 # How a C library is loaded, by ctypes, numpy and cffi.
 _LOADERS = ("CDLL", "LoadLibrary", "load_library", "dlopen")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
-_CONTAINERS = (list, tuple, set, frozenset)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, set, frozenset, dict)
 _ASSIGNMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign
-_MOST = 2**20  # bytes of a value that is sent
+_MOST = 2**20  # bytes of a value that is sent, about
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
@@ -131,17 +131,21 @@ def _is_sent(setting: _Setting) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is data of builtin types or of numpy, and not large."""
-    if isinstance(value, np.ndarray):
-        return type(value) is np.ndarray and not value.dtype.hasobject and value.nbytes <= _MOST
-    if type(value) is dict:
-        return len(value) <= _MOST // 64 and _are_plain(value.keys()) and _are_plain(value.values())
-    if type(value) in _CONTAINERS:
-        return len(value) <= _MOST // 64 and _are_plain(value)
-    return type(value) in _PLAIN or isinstance(value, np.generic)
-
-
-def _are_plain(values: Iterable[Any]) -> bool:
-    return all(map(_is_plain, values))
+    left, room = [value], _MOST
+    while left:
+        one = left.pop()
+        kind = type(one)
+        size = one.nbytes if kind is np.ndarray else 64 * len(one) if kind in _CONTAINERS else 1
+        room -= len(one) if kind in (str, bytes) else size
+        if room < 0 or (kind is np.ndarray and one.dtype.hasobject):
+            return False
+        if kind is dict:
+            left += [*one.keys(), *one.values()]
+        elif kind in _CONTAINERS:
+            left += one
+        elif kind is not np.ndarray and kind not in _PLAIN and not isinstance(one, np.generic):
+            return False
+    return True
 
 
 # --- source ---------------------------------------------------------------------------------------
@@ -169,8 +173,15 @@ def _literals_in(statements: Iterable[ast.stmt], path: tuple[str, ...]) -> Itera
             with contextlib.suppress(ValueError):
                 literal = ast.literal_eval(one.value)
                 for target in targets:
-                    if isinstance(target, ast.Name) and not target.id.startswith("__"):
-                        yield (*path, target.id), literal
+                    yield from _named(target, literal, path)
+
+
+def _named(target: ast.expr, literal: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(target, ast.Tuple) and isinstance(literal, tuple) and len(literal) == len(target.elts):
+        for one, part in zip(target.elts, literal, strict=True):
+            yield from _named(one, part, path)
+    elif isinstance(target, ast.Name) and not target.id.startswith("__"):
+        yield (*path, target.id), literal
 
 
 @cache
