@@ -344,6 +344,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         batch = (*self._rows.batch(answers, current), infos)
         self._fanout.finish()
         current.answers = {}  # no call: see _handed_over()
+        del answers[:]
         return batch
 
     def _plain_infos(self, replies: Sequence[RowsReply]) -> Infos | None:
@@ -600,7 +601,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise
         failed = isinstance(outcome, MultienvError)
         self._fanout.finish()
-        # The answers, which are arrays over the banks, stay mapped while the traceback of an error holds them.
+        # The answers, which are arrays over the banks, stay mapped while the traceback of an error, or of a hook's, holds
+        # this frame.
         current.answers = {}
         del answers[:]  # no call from here on: a handler that comes in would keep the outcome from the caller
         if failed:
