@@ -601,8 +601,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise
         failed = isinstance(outcome, MultienvError)
         self._fanout.finish()
-        # The answers, which are arrays over the banks, stay mapped while the traceback of an error, or of a hook's, holds
-        # this frame.
+        # The answers, which are arrays over the banks, stay mapped while the traceback of an error, of a hook for
+        # instance, holds this frame.
         current.answers = {}
         del answers[:]  # no call from here on: a handler that comes in would keep the outcome from the caller
         if failed:

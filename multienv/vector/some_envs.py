@@ -1,4 +1,4 @@
-"""``send()`` and ``recv()`` of a batch: requests to the workers of some envs, and a batch of their answers.
+"""What ``HostedVectorEnv.send`` and ``recv`` need: requests to the workers of some envs, and a batch of their answers.
 
 ``send`` and ``recv`` are in the manner of EnvPool's asynchronous mode (Weng et al., "EnvPool: A Highly Parallel
 Reinforcement Learning Environment Execution Engine", 2022).

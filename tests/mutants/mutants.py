@@ -1457,8 +1457,8 @@ MUTANTS = [
     Mutant(
         "What was asked of some envs when a handler raised, and not of the others, stays asked of them.",
         8,
-        "members:Members.lose",
-        "supervisor.lose(keeps_request=not sending)",
+        "members:Members.count_as_lost",
+        "supervisor.count_as_lost(keeps_request=not sending)",
         "",
         ("tests/simulation/test_interruptions.py",),
     ),
@@ -1489,7 +1489,7 @@ MUTANTS = [
     Mutant(
         "What envs at their own pace were asked before is forgotten when a handler raises in a send() to others.",
         8,
-        "members:Members.lose",
+        "members:Members.count_as_lost",
         "bool(sending) and current.flight is None",
         "bool(sending)",
         ("tests/simulation/test_interruptions.py",),

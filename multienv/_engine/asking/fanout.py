@@ -79,12 +79,12 @@ class FanOut:
 
     @property
     def unfinished(self) -> Round | None:
-        """Return the round whose outcome has not been handed to the caller; see :meth:`Members.lose`."""
+        """Return the round whose outcome has not been handed to the caller; see :meth:`Members.count_as_lost`."""
         current = self.members.asked
         if current is not None:
             if current.waits:
                 self._claim(current.name)
-            if current.is_broken and self.members.lose(current):
+            if current.is_broken and self.members.count_as_lost(current):
                 self.members.asked, self._owner = None, {}
         return self.members.asked
 

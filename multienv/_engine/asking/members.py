@@ -249,7 +249,7 @@ class Members:
         for reporter in self.reporters:
             reporter.call_hooks()
 
-    def lose(self, current: Round) -> bool:
+    def count_as_lost(self, current: Round) -> bool:
         """Count as lost the workers of a call that was broken off, and whose answers are missing.
 
         Returns:
@@ -262,7 +262,7 @@ class Members:
             if supervisor is None or supervisor.asked_by is not self.me or member in current.tasks:
                 continue
             if member in sending or (not sending and current.misses(member)):
-                supervisor.lose(keeps_request=not sending)
+                supervisor.count_as_lost(keeps_request=not sending)
         current.forget(sending)
         current.sending, current.is_broken = (), False
         return bool(sending) and current.flight is None

@@ -272,7 +272,7 @@ class Instruction(Enum):
     LAUNCH = "launch"  # launch a process and ask it to build the envs
     AWAIT_BUILD = "await build"  # wait until the envs are built
     ASK = "ask"  # publish the pending request, without its skipped slots, and wait for the answer
-    RECOVER = "recover"  # try the methods in order: snapshot, then replays of the journal
+    RECOVER = "recover"  # bring the envs back from one source after the other: see way_back
     DELIVER = "deliver"  # return the answer to the caller, with truncations written over it
     TRUNCATE = "truncate"  # return truncated=True to the caller for all slots, without asking a process
     RAISE_LOST = "raise lost"  # raise the error of the loss

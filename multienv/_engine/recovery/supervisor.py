@@ -6,8 +6,8 @@ module ``hot_path`` sends plain steps to many workers at once and takes their an
 caller has seen.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
-and the next call collects it. Another signal handler may raise anywhere: then the process counts as lost (``lose``),
-and the next call recovers the envs to where the caller saw them last. So only the line of ``_store`` is written with an
+and the next call collects it. Another signal handler may raise anywhere: then the process counts as lost
+(``count_as_lost``), and the next call recovers the envs to where the caller saw them last. So only the line of ``_store`` is written with an
 exception in mind. While a process takes over from another one, the state says that there is none, or a lost one.
 """
 
@@ -118,9 +118,9 @@ logger = logging.getLogger("multienv")
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
 _INTERRUPTED = "it was ended, because an exception of a signal handler struck in a call that had asked it"
-# After so many losses for one request, all killed from outside, their common past may be to blame.
+# After so many losses for one request, all by kills from outside, the past of the process is suspected, not the killer.
 _OUTSIDE_LOSSES = 3
-# Those that take long: a caller that has other workers to wait for leaves them to a thread.
+# Instructions that block for long: a caller that has other workers to wait for leaves them to a thread.
 _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
 
@@ -491,7 +491,7 @@ class Supervisor:
                     f"{self._name()}() has not answered in time. It is still running: wait again, or close()."
                 )
             self._take(number)
-        except Gone as gone:
+        except Gone as gone:  # is_answered() has swallowed it in take(): the channel raises it again in each wait
             self._refuse_if_unusable("collect")
             return self._lose(gone)
         return Instruction.DELIVER
@@ -630,7 +630,7 @@ class Supervisor:
         return self._happen(BudgetSpent())
 
     def _strayed(self, slot: int, what: str) -> None:
-        """Note that a slot was replayed from a reset otherwise than it was seen."""
+        """Note that a replay of a slot from a reset differed from what the caller saw."""
         spec = None if self.description is None else self.description.spec
         env = self.reporter.env_in(slot)
         self.position.journal.memory.note(env if spec is None else f"{spec.id} ({env})", what)
@@ -647,7 +647,7 @@ class Supervisor:
         self.position.steps += 1
         return Instruction.DELIVER
 
-    # What carries out an instruction; each returns the next one.
+    # Instruction → the method that carries it out; each returns the next instruction.
     _methods = {  # noqa: RUF012 - never written to
         Instruction.ASK: _do_ask,
         Instruction.LAUNCH: _do_launch,
@@ -803,7 +803,7 @@ class Supervisor:
             show(shown)
 
     def take_over(self, revived: Revived) -> None:
-        """Go on with a process in which the envs are back, and end the one before: the end of every way back."""
+        """Go on with a process in which the envs are back, and end the one before. Every way back ends here."""
         position, codec, channel, old = self.position, self.codec, revived.channel, self.channel
         assert codec is not None
         position.build, source, journal = revived.build, revived.source, position.journal
@@ -1013,7 +1013,7 @@ class Supervisor:
                 self.set_state(before)
                 return answer
 
-    def lose(self, *, keeps_request: bool) -> None:
+    def count_as_lost(self, *, keeps_request: bool) -> None:
         """Count the process as lost if a request is pending, for which see :class:`Interrupted`."""
         with self.lock:
             if self.state.request is not None:
