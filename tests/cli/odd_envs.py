@@ -233,13 +233,17 @@ class Curriculum(CounterEnv):
 
 
 class Forked(CounterEnv):
-    """Shows whether it has been copied by a fork. Its episode has no end: no reset is there to be replayed from."""
+    """Shows whether it has been copied by a fork. Its episode has no end: no reset is there to be replayed from.
+
+    Its steps take so long that forks cost little, even on a busy machine.
+    """
 
     def __init__(self) -> None:
         super().__init__(horizon=None, count_episodes=False)
         self.born = os.getpid()
 
     def _next_draw(self) -> float:
+        time.sleep(0.002)
         return float(os.getpid() != self.born)
 
 

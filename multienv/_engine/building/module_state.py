@@ -21,6 +21,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _ASSIGNMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign
 _MOST = 2**20  # bytes of a value that is sent, about
+# Names of modules that are not the user's, as found so far.
+_others: set[str] = set()
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
@@ -60,19 +63,33 @@ class _Script(NamedTuple):
 def module_values() -> bytes:
     """Return what workers are to set: see ``worker.module_values``."""
     values: dict[str, dict[tuple[str, ...], Any]] = {}
-    for name, one in list(sys.modules.items()):
-        with contextlib.suppress(Exception):  # modules may be anything
-            file = _file_of_own(name, one)
-            for path, literal in _literals(file).items() if file else ():
-                found = _found(one, path)
-                if _is_plain(found) and repr(found) != repr(literal):
-                    values.setdefault(name, {})[path] = found
+    for name in sys.modules.keys() - _others:
+        own = sys.modules[name]
+        file = _file_of_own(name, own)
+        if not file:
+            _others.add(name)
+        elif not _is_as_written(own, file):
+            for path, literal in _literals(file).items():
+                with contextlib.suppress(Exception):  # a module may do anything when one looks at it
+                    found = _found(own, path)
+                    if _is_plain(found) and repr(found) != repr(literal):
+                        values.setdefault(name, {})[path] = found
     for setting in _read(main_file()).settings:
         with contextlib.suppress(Exception):
             module, path = _placed(setting)
             if _is_plain(found := _found(sys.modules[module], path)):
                 values.setdefault(module, {})[path] = found
     return pickle.dumps((values, np.geterr()))
+
+
+def _is_as_written(module: Any, file: str) -> bool:
+    """Return whether the variables of a module have the values that its source sets: most often, and quickly told."""
+    names, literals, kinds = _written(file)
+    try:
+        found = attrgetter(*names)(module)[2:]
+        return bool(found == literals) and [*map(type, found)] == kinds
+    except Exception:  # a name is gone, or an array has no truth value
+        return False
 
 
 def lines_to_import() -> tuple[int, ...]:
@@ -162,6 +179,13 @@ def _body(file: str) -> list[ast.stmt]:
 def _literals(file: str) -> dict[tuple[str, ...], Any]:
     """Return the variables of a module and of its classes that are set once, to a literal."""
     return dict(_literals_in(_body(file), ()))
+
+
+@cache
+def _written(file: str) -> tuple[list[str], tuple[Any, ...], list[type]]:
+    """Return names, values and types of the variables of :func:`_literals`; two names before, for ``attrgetter``."""
+    names, values = map(".".join, _literals(file)), tuple(_literals(file).values())
+    return ["__name__", "__name__", *names], values, [*map(type, values)]
 
 
 def _literals_in(statements: Iterable[ast.stmt], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

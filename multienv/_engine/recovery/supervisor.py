@@ -7,8 +7,9 @@ caller has seen.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
 and the next call collects it. Another signal handler may raise anywhere: then the process counts as lost
-(``count_as_lost``), and the next call recovers the envs to where the caller saw them last. So only the line of ``_store`` is written with an
-exception in mind. While a process takes over from another one, the state says that there is none, or a lost one.
+(``count_as_lost``), and the next call recovers the envs to where the caller saw them last. So only the line of
+``_store`` is written with an exception in mind. While a process takes over from another one, the state says that there
+is none, or a lost one.
 """
 
 from __future__ import annotations

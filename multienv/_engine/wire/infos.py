@@ -199,11 +199,13 @@ def _named(names: bytes) -> Columns:
 
 
 def unpack_extras(payload: bytes) -> tuple[Extras, dict[int, Exception]]:
-    """Unpack what the payload of a reply holds, if it has one.
+    """Unpack what the payload of a reply holds.
 
     Returns:
         What it holds, and for each slot whose info cannot be unpickled here why.
     """
+    if not payload:
+        return Extras(), {}
     if payload[0] == _NUMBERS:
         return Extras(NumberInfos.of(payload)), {}
     pickled, failures, generators, spaces = pickle.loads(payload)
