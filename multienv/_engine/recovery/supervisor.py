@@ -91,7 +91,7 @@ from multienv._engine.recovery.state_machine import (
     refusal,
     slots_between,
 )
-from multienv._engine.recovery.way_back import NewEnvs, Replayed
+from multienv._engine.recovery.way_back import NewEnvs, Replayed, sources_of_new_envs
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Lock, beside
 from multienv._engine.wire.codecs import Codec
@@ -540,9 +540,8 @@ class Supervisor:
         journal, build = self.position.journal, self.position.build.anew()
         self.position.build = build  # first: another try draws other numbers
         progress = self.recoverer.begin(planned=self.loss_recovery is None)
-        calls = journal.kept_calls() if journal.replaying else ()
         try:
-            revived = self.recoverer.bring_back(build, [NewEnvs(calls)], progress)
+            revived = self.recoverer.bring_back(build, sources_of_new_envs(journal), progress)
         except Unrecoverable as why:
             self._refuse_if_unusable("collect")
             error = self.last_answer = self.reporter.unbuilt(str(why), why.failure)  # also for a caller in a thread

@@ -1,8 +1,9 @@
 """Decide from which source envs are brought back into a process. Pure: no clock, no I/O.
 
-A loss, a replacement by plan, ``restore()``, ``load_state_dict()`` and new envs after a truncation are one story: there
-is a list of **sources**, the first one is tried, and ``decide_way`` says what follows from what came of it. An
-instruction carries its data: try this source, take over, or give up because of this reason.
+A loss, a replacement by plan, ``restore()``, ``load_state_dict()`` and new envs after a truncation are one story. Each
+has its list of **sources** (``sources_after_loss`` and so on). The first one is tried, and ``decide_way`` says what
+follows from what came of it. An instruction carries its data: try this source, take over, or give up because of this
+reason.
 
 A process may die in an attempt by chance, of the request that it repeats, or of what has accumulated in it. So deaths
 are counted by the request in which they happen. Too many at one request, and the next source is tried. A woken copy
@@ -17,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery.journal import Plan
+from multienv._engine.recovery.journal import Journal, Plan
 from multienv._engine.recovery.state_machine import LOSSES
 from multienv._engine.sometimes import sometimes
 
@@ -63,6 +64,39 @@ class NewEnvs:
 
 Source = KeptSnapshot | NewestSnapshot | Replayed | NewEnvs
 _BUILT = (Replayed, NewEnvs)  # in a new process
+
+
+def sources_after_loss(journal: Journal, copy: NewestSnapshot | None, *, long_past: bool) -> list[Source]:
+    """Return the sources after a loss: the snapshot first, then replays of the journal.
+
+    If the process that came from a recovery with a long past is lost too, a short replay is tried before both: a
+    simulator may fail because of what has accumulated in its process. The snapshot holds that too, and a replay from
+    the construction accumulates it again.
+    """
+    short = journal.plans(near=True) if long_past else []
+    copies: list[Source] = [] if copy is None else [copy]
+    return [*map(Replayed, short), *copies, *map(Replayed, journal.plans())]
+
+
+def sources_of_earlier(journal: Journal, number: int, token: int | None) -> list[Source]:
+    """Return the sources of ``restore()`` (with the token of the frozen process) and of ``load_state_dict()``."""
+    frozen: list[Source] = [] if token is None else [KeptSnapshot(token, number)]
+    return [*frozen, *map(Replayed, journal.plans())]
+
+
+def sources_by_plan(journal: Journal, generators: Mapping[int, bytes]) -> list[Source]:
+    """Return the sources of a replacement by plan: short replays, as one of the whole past would repeat what leaked.
+
+    Args:
+        journal: Of the worker.
+        generators: Slot → state of its random generators, of the envs that are to be new ones.
+    """
+    return [*map(Replayed, journal.plans(near=True, anew=generators))]
+
+
+def sources_of_new_envs(journal: Journal) -> list[Source]:
+    """Return the source of new envs in all slots."""
+    return [NewEnvs(journal.kept_calls() if journal.replaying else ())]
 
 
 # --- events -----------------------------------------------------------------------------------------
