@@ -1095,7 +1095,7 @@ MUTANTS = [
     Mutant(
         "recv() returns all plain answers that have come, whatever at_most says.",
         4,
-        "stream:Stream._look",
+        "stream:Stream._take_without_wait",
         "ready is not None and wanted <= len(ready.envs) <= most",
         "ready is not None and wanted <= len(ready.envs)",
         OWN_PACE,
@@ -1520,7 +1520,7 @@ MUTANTS = [
     Mutant(
         "Ctrl-C while a snapshot is taken costs the worker.",
         8,
-        "supervisor:Supervisor.ask_between",
+        "supervisor:Supervisor.ask_aside",
         "interrupts.shielded",
         "lambda method: method",
         ("tests/invariants/test_8_sigint_costs_nothing.py",),

@@ -19,7 +19,7 @@ MOST_FILES = {
     "load_state_dict": 29,
     "restore": 24,
     "recv(4)": 10,
-    "MultiEnv.step with an autoreset": 15,
+    "MultiEnv.step with an autoreset": 14,
 }
 
 

@@ -265,7 +265,7 @@ class FanOut:
                 state = STEPPING if current.waits else STEPPING_ASYNC
                 hot_path.take(members.supervisors, left, current.answers, state, members.leaves_ends)
             while current.tasks or len(current.answers) < len(asked):
-                recovers = members.recovers_here and until == inf and not current.tasks
+                recovers = members.is_alone and until == inf and not current.tasks
                 ready = list(asked) if recovers else self._heard(current, until)
                 if not ready and monotonic() >= until:
                     self._owner.clear()  # any thread may wait again
@@ -287,7 +287,7 @@ class FanOut:
         """
         members, now = self.members, monotonic()
         ended = members.ended(current)
-        ready, asked, wake = members.look(current, reversed(current.requests), now)
+        ready, asked, wake = members.poll(current, reversed(current.requests), now)
         if ended or ready or until <= now:
             return ended + ready
         watched, lines = list(asked), list(asked.values())

@@ -132,7 +132,7 @@ class InFlight:
             contents = [requests[member].content(member) for member in plain]
             for member in requests.keys() - set(plain):
                 if member in members.blocking:
-                    members.note(current, member, partial(members.blocking[member], *current.request(member)))
+                    members.plan_thread(current, member, partial(members.blocking[member], *current.request(member)))
                 else:
                     self._look_now.add(member)
                     members.send(current, member)
@@ -186,7 +186,7 @@ class InFlight:
 
     def _go_over(self, members: Members, current: Round, now: float, *, goes_over_all: bool) -> list[int]:
         """Return the members of which something can be taken; leave those that are overdue to threads."""
-        ready, asked, wake = members.look(current, list(current.requests if goes_over_all else self._look_now), now)
+        ready, asked, wake = members.poll(current, list(current.requests if goes_over_all else self._look_now), now)
         self._watch.add((member, *line) for member, line in asked.items())
         self._slow.update(asked.keys() - set(ready))
         self._look_now.clear()

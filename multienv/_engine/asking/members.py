@@ -205,7 +205,7 @@ class Members:
         bell: Of all rounds in flight, once there is one: what a handler raises in a finalizer is swallowed.
         reporters: Of the supervisors.
         events: What their hooks are to be called with.
-        recovers_here: There is one member alone: nobody has to wait while a call recovers it.
+        is_alone: There is one member alone: nobody has to wait while a call recovers it.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Members:
         self.supervisors: list[Any] = [None if callable(one) else one for one in members]
         self.blocking = {member: one for member, one in enumerate(members) if callable(one)}
         self.leaves_ends = autoreset is not None and autoreset.leaves_ends
-        self.recovers_here = len(members) == 1 and not self.blocking
+        self.is_alone = len(members) == 1 and not self.blocking
         self.asked: Round | None = None
         self.me = weakref.ref(owner)
         self._autoreset = autoreset
@@ -288,7 +288,7 @@ class Members:
                 if answer is not MISSING:
                     current.answers[member] = answer
             except RecoveryDue:
-                self.begin(current, member, supervisor.resume)
+                self.start_in_thread(current, member, supervisor.resume)
             except SystemLimitError:  # no failure of the env, which stays asked: the next call tries again
                 raise
             except MultienvError as error:
@@ -303,7 +303,7 @@ class Members:
             return autoreset.joined(ended, answer)
         current.endings[member], name, request = following
         if supervisor.maintenance.is_due or supervisor.maintenance.recycling_due:  # building takes a while
-            self.begin(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
+            self.start_in_thread(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
         else:
             _send(supervisor, name, request, current.waits)
         return MISSING
@@ -314,7 +314,7 @@ class Members:
         if supervisor.asked_by is not self.me and not self._takes_over(current, member):
             return
         if isinstance(request, InThread):
-            self.note(current, member, request.call)
+            self.plan_thread(current, member, request.call)
             return
         try:
             message = None
@@ -324,8 +324,8 @@ class Members:
                 name, request = "reset", message
             maintenance = supervisor.maintenance
             is_due = maintenance.is_due or (name == "reset" and maintenance.recycling_due)
-            if is_due and not self.recovers_here:  # building takes a while
-                self.note(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
+            if is_due and not self.is_alone:  # building takes a while
+                self.plan_thread(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
             else:
                 _send(supervisor, name, request, current.waits)
         except MultienvError as error:
@@ -353,16 +353,16 @@ class Members:
         supervisor.asked_by = self.me
         return True
 
-    def begin(self, current: Round, member: int, call: Callable[[], Any]) -> None:
+    def start_in_thread(self, current: Round, member: int, call: Callable[[], Any]) -> None:
         """Begin a call for a member in a thread of the executor."""
-        self.note(current, member, call)
+        self.plan_thread(current, member, call)
         current.tasks[member].start(self.pool)
 
-    def note(self, current: Round, member: int, call: Callable[[], Any]) -> None:
+    def plan_thread(self, current: Round, member: int, call: Callable[[], Any]) -> None:
         """Note a call that a thread is to make for a member."""
         current.tasks[member] = Task(call, current.flight and current.flight.leave_to_thread(member))
 
-    def look(
+    def poll(
         self, current: Round, members: Iterable[int], now: float
     ) -> tuple[list[int], dict[int, tuple[Channel, int]], float]:
         """Look at members that are asked; leave those that are overdue to threads, side by side.
@@ -388,7 +388,7 @@ class Members:
             elif now < due:
                 wake = min(wake, due)
             else:
-                self.begin(current, member, supervisor.resume)
+                self.start_in_thread(current, member, supervisor.resume)
                 continue
             asked[member] = channel, number
         return ready, asked, wake

@@ -204,7 +204,7 @@ class Stream:
             raise UsageError(f"recv(): the results of {coming} envs can come. Ask for 1 to {coming} of them.")
         most = wanted if at_most is None else at_most
         if len(self._ready) < most:
-            ready = self._look(wanted, most)
+            ready = self._take_without_wait(wanted, most)
             if ready is not None:
                 return ready
         while len(self._ready) < wanted:
@@ -222,7 +222,7 @@ class Stream:
         errors = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
         return ReadyBatch(envs, [one.answer for one in results], (), resets, errors)
 
-    def _look(self, wanted: int, most: int) -> ReadyBatch | None:
+    def _take_without_wait(self, wanted: int, most: int) -> ReadyBatch | None:
         """Take what has come, without a wait. Return it if it is plain and all that the caller gets; else note it."""
         current = self._round()
         is_first = not (self._ready or current.answers)

@@ -424,9 +424,9 @@ class Supervisor:
 
     def _publish(self) -> None:
         assert self.channel is not None
-        self.pending.publish(self.channel, self.position.number + 1, self.state, self._between(self.state))
+        self.pending.publish(self.channel, self.position.number + 1, self.state, self._slots_beginning(self.state))
 
-    def _between(self, state: State) -> tuple[int, ...]:
+    def _slots_beginning(self, state: State) -> tuple[int, ...]:
         """Return the slots that begin their next episode in the pending step, which they take no other part in."""
         if not state.skipped or self.position.build.verbatim:
             return ()
@@ -522,7 +522,7 @@ class Supervisor:
             logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
             self.drop()
-            loss_recovery.tell_dropped(instruction, self.state, self._between(self.state))
+            loss_recovery.tell_dropped(instruction, self.state, self._slots_beginning(self.state))
         return instruction
 
     def _loss_of(self, gone: Gone, command: str, slot: int) -> Loss:
@@ -619,7 +619,7 @@ class Supervisor:
             self._long_past = long_past
         before, loss_recovery.processes = self.state, self.state.losses
         instruction = self._happen(event)
-        memory, begun = self.position.journal.memory, self._between(self.state)
+        memory, begun = self.position.journal.memory, self._slots_beginning(self.state)
         loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, memory, begun))
         return instruction
 
@@ -698,7 +698,7 @@ class Supervisor:
         elif isinstance(message, Reset) and not read.failed:
             position.count_reset(message.begun, number)
         # Between other requests the numbers of steps may all be odd ones, and none the 64th.
-        self._look(number, is_due=not is_step or read.ended or not position.number & SAMPLE)
+        self._apply_limits_if_due(number, is_due=not is_step or read.ended or not position.number & SAMPLE)
 
     def _take_rollout(self, number: int) -> None:
         """Read, journal, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
@@ -729,9 +729,9 @@ class Supervisor:
             self.position.count_reset({0: None}, number)
         else:
             self.position.count_step(answer, self.segment, number)
-        self._look(number, is_due=not number & SAMPLE or self.maintenance.recycling.wanted)
+        self._apply_limits_if_due(number, is_due=not number & SAMPLE or self.maintenance.recycling.wanted)
 
-    def _look(self, number: int, *, is_due: bool) -> None:
+    def _apply_limits_if_due(self, number: int, *, is_due: bool) -> None:
         """Apply the limits if that is due, or if the reply to request ``number`` tells of a reset."""
         if self.answers.started == number:
             self.apply_limits(self.answers.starts)
@@ -888,7 +888,7 @@ class Supervisor:
         """Replace the process: with new envs if ``is_anew``, else if they can be replayed."""
         plan = Replacement(self.recoverer, self.position, self.maintenance, self.reporter, is_anew=is_anew)
         try:
-            generators = self.ask_between(GetGenerators(plan.anew)) if plan.anew else {}
+            generators = self.ask_aside(GetGenerators(plan.anew)) if plan.anew else {}
         except (MultienvError, RequestFailedError) as error:
             if self.state.process is Process.NONE and not self.state.pending_truncations:
                 raise  # the policy says so; the caller's request has no envs to go to
@@ -933,7 +933,7 @@ class Supervisor:
             if self.state.process is Process.NONE:
                 raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
             try:
-                obstacle = self.ask_between(KeepSnapshot(token, self.position.number))
+                obstacle = self.ask_aside(KeepSnapshot(token, self.position.number))
                 where = checkpoint.where_of(self.position, self.state, self.segment)
                 snapshot = checkpoint.Snapshot(token, where, self._kept, self.reporter.env_in(-1))
             except BaseException:
@@ -989,7 +989,7 @@ class Supervisor:
         self.set_state(checkpoint.state_at(where))
 
     @interrupts.shielded
-    def ask_between(self, message: Message) -> Any:
+    def ask_aside(self, message: Message) -> Any:
         """Return the answer to an internal request between two of the caller's.
 
         After a loss, the envs are recovered and the request is sent again.
