@@ -136,7 +136,6 @@ def test_whatever_runs_under_async_vector_env_runs_here(folder: Path) -> None:
             runs.append(name)
     assert {
         "settings of modules",
-        "library with settings",
         "caches",
         "type hints of what does not travel",
         "registered class that cannot travel",
