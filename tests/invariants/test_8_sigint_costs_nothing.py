@@ -118,7 +118,7 @@ def test_each_place(kind: str, what: str, stride: int) -> None:
     run("test_8_sigint_costs_nothing", "each_place", kind, what, stride, within=110.0)
 
 
-@pytest.mark.parametrize("stride", [17, pytest.param(3, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("stride", [13, pytest.param(3, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 def test_each_place_of_a_snapshot(kind: str, stride: int) -> None:
     run("test_8_sigint_costs_nothing", "each_place", kind, "snapshot", stride, within=110.0)
