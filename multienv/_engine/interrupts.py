@@ -57,8 +57,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Seconds after which an interrupt that is noted is raised wherever the main thread is.
 PATIENCE = 5.0
-# Seconds between two tries to raise it.
-_AGAIN = 0.002
+# Seconds between two tries to raise it; and until a SIGINT counts as missed that no handler was called for.
+_AGAIN, _MISSED = 0.002, 0.05
 
 _PACKAGE = __name__.partition(".")[0] + "."
 # Rooms that count as code of the user's: one hosts the envs, the others are programs that use the library.
@@ -235,13 +235,19 @@ def _raise() -> NoReturn:
 
 
 def _repeat(mine: PendingInterrupt, main: int) -> None:
-    """Send SIGINT to the main thread again and again, until this interrupt is raised."""
+    """Send SIGINT to the main thread again and again, until this interrupt is raised.
+
+    One at a time: each is told from one of the user's. But one that arrives between the moment when the main thread
+    gives CPython's lock away and the system call in which it then sleeps interrupts nothing. That is likely, because
+    this thread waits for the lock, too.
+    """
+    sent = 0.0
     while True:
         time.sleep(_AGAIN)
         if noted is not mine:
             return
-        if not mine.is_repeated:  # one at a time: each is told from one of the user's
-            mine.is_repeated = True
+        if not mine.is_repeated or time.monotonic() > sent + _MISSED:
+            mine.is_repeated, sent = True, time.monotonic()
             signal.pthread_kill(main, signal.SIGINT)
 
 

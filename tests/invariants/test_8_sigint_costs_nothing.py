@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -90,15 +91,18 @@ def each_place(kind: str, what: str, stride: str) -> None:
     call = snapshot if what == "snapshot" else step
     for steps, interruption in enumerate(every_place(stride=int(stride), strikes=Sigint), 1):
         found: Any = None
+        called = inf
         if what == "loss":
             face.signal()
         try:
             with interruption:
                 found = call()
             if interruption.fired:
+                called = time.monotonic()
                 time.sleep(10.0)
         except KeyboardInterrupt:
             raised += 1
+            assert time.monotonic() < called + 8.0, interruption.where
         fired += interruption.fired
         found = found or call()
         assert found is True or found == [[steps, 1]] * face.num_envs, interruption.where
