@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 import sys
 from collections.abc import Iterator
@@ -61,12 +62,31 @@ def test_what_differs_from_the_source_is_sent(module: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [object(), [lambda: 0], {"a": {1, object}}, np.array([None]), "x" * 2**21, [0] * 2**15, [[0] * 2**13] * 3],
+    [object(), [lambda: 0], {"a": {1, Path}}, np.array([None]), "x" * 2**21, [0] * 2**15, [[0] * 2**13] * 3],
     ids=["object", "function", "class", "objects in an array", "long text", "long list", "long lists"],
 )
 def test_what_is_no_plain_data_or_large_stays(module: Any, value: Any) -> None:
     module.N = value
     assert sent("users_own_settings") == {}
+
+
+def test_types_of_python_are_sent(module: Any) -> None:
+    module.NOTHING = bool
+    assert sent("users_own_settings") == {("NOTHING",): bool}
+
+
+def test_a_module_that_is_loaded_at_a_look_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lazy_of_a_test.py").write_text(f"open({str(tmp_path / 'loaded')!r}, 'w').close()")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = importlib.util.find_spec("lazy_of_a_test")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lazy_of_a_test", module)
+    spec.loader.exec_module(module)
+    assert sent("lazy_of_a_test") == {}
+    assert not (tmp_path / "loaded").exists()
 
 
 def test_a_list_that_holds_itself_stays(module: Any) -> None:

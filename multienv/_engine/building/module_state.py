@@ -64,7 +64,7 @@ def module_values() -> bytes:
     """Return what workers are to set: see ``worker.module_values``."""
     values: dict[str, dict[tuple[str, ...], Any]] = {}
     for name in sys.modules.keys() - _others:
-        own = sys.modules[name]
+        own = sys.modules.get(name)
         file = _file_of_own(name, own)
         if not file:
             _others.add(name)
@@ -118,7 +118,8 @@ def main_file() -> str:
 
 def _file_of_own(name: str, module: Any) -> str:
     """Return the source of a module of the user's; ``""`` for any other."""
-    file = vars(module).get("__file__") if issubclass(type(module), ModuleType) else None
+    # Not of a subclass: those are loaded when one looks at them, or do whatever else.
+    file = vars(module).get("__file__") if type(module) is ModuleType else None
     is_own = isinstance(file, str) and file.endswith(".py") and not is_installed(module)
     is_own = is_own and not str(file).startswith(_STANDARD) and name.partition(".")[0] not in _OF_TRAINER
     return str(file) if is_own and name not in ("__main__", "__mp_main__") else ""
@@ -142,7 +143,7 @@ def _is_sent(setting: _Setting) -> bool:
     module, path = _placed(setting)
     try:
         return _is_plain(_found(sys.modules[module], path))
-    except (KeyError, AttributeError):  # not executed yet
+    except Exception:  # not executed yet, or a look at it runs code of the user
         return True
 
 
@@ -160,6 +161,8 @@ def _is_plain(value: Any) -> bool:
             left += [*one.keys(), *one.values()]
         elif kind in _CONTAINERS:
             left += one
+        elif kind is type and one.__module__ == "builtins":  # np.bool = bool
+            continue
         elif kind is not np.ndarray and kind not in _PLAIN and not isinstance(one, np.generic):
             return False
     return True

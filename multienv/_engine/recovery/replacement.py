@@ -22,7 +22,7 @@ _ADVICE = (
 
 
 class Replacement:
-    """One replacement by plan: which envs are to be new ones, how all come back, and what is reported of it.
+    """Makes one replacement by plan: which envs are to be new ones, how all come back, and what is reported of it.
 
     Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode the
     new one is built beside it. If the envs cannot be built there, the old processes of the batch end first from then

@@ -29,5 +29,6 @@ class BeforeBuild:
 
 def is_installed(module: object) -> bool:
     """Tell whether a module belongs to an installed package; its attributes are not looked up, which may run code."""
-    path = vars(module).get("__file__") if issubclass(type(module), ModuleType) else None  # not one that only says so
+    is_module = issubclass(type(module), ModuleType)  # not one that only says so
+    path = object.__getattribute__(module, "__dict__").get("__file__") if is_module else None
     return isinstance(path, str) and any(folder in path for folder in _INSTALLED)
