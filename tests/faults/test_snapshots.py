@@ -214,6 +214,19 @@ def test_snapshots_of_all_workers_come_closer_once_one_is_lost() -> None:
     assert 0 < intervals[1] < intervals[0] / 2
 
 
+def test_a_process_that_replaces_another_by_plan_takes_its_first_snapshot_at_once() -> None:
+    rungs = Rungs()
+    with SubprocessEnv(ENDLESS, restart=RestartPolicy(recycle_after_steps=70), hooks=[rungs]) as env:
+        env.reset(seed=0)
+        while not env.statistics().recycled:
+            env.step(0)
+        env.step(0)
+        kill_worker(env)
+        env.step(0)
+        assert env.statistics().recycled == 1
+    assert rungs.seen == ["snapshot"]
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize(
     "obstacle", ["threads", "child processes", "sockets", "pipes", "shared memory", "the fork failed"]

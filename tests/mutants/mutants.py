@@ -753,6 +753,22 @@ MUTANTS = [
         ("tests/unit/test_way_back.py",),
     ),
     Mutant(
+        "A process that replaces another by plan takes no snapshot at once.",
+        2,
+        "recoverer:Recoverer._restart",
+        "replacement=True",
+        "replacement=not progress.planned",
+        ("tests/faults/test_snapshots.py",),
+    ),
+    Mutant(
+        "Two deaths by chance in a replay from the construction are enough for a shorter one.",
+        3,
+        "way_back:_after_death",
+        "not reason and others and counted.total() >= LOSSES",
+        "not reason and others and counted.total() >= 2",
+        ("tests/unit/test_way_back.py",),
+    ),
+    Mutant(
         "Snapshots are as rare as before, however often workers are lost.",
         2,
         "snapshots:Snapshots._present_interval",

@@ -105,10 +105,12 @@ def test_copies_are_forked_on_the_way_and_the_newest_goes_on() -> None:
     assert decide_way(way, Died(14, outside=False, copy=newer), RULES)[1].source is FAR  # type: ignore[union-attr]
 
 
-def test_deaths_at_all_requests_count_together_while_a_shorter_replay_is_left() -> None:
-    deaths = Died(1, outside=False), Died(2, outside=False)
-    assert walk([FAR, NEAR], *deaths)[1] == Try(NEAR, is_last=True)
-    assert walk([NEAR], *deaths)[1] == Try(NEAR, is_last=True)
+def test_deaths_by_chance_leave_a_shorter_replay_only_after_several() -> None:
+    by_chance = [Died(at, outside=False) for at in range(LOSSES)]
+    assert walk([FAR, NEAR], *by_chance[1:])[1].source is FAR
+    assert walk([FAR, NEAR], *by_chance)[1] == Try(NEAR, is_last=True)
+    assert walk([FAR, NEAR], *[Died(1, outside=False)] * 2)[1] == Try(NEAR, is_last=True)
+    assert walk([NEAR], *by_chance)[1] == Try(NEAR, is_last=True)
     assert walk([FAR, NEAR], *[Died(1, outside=True)] * (LOSSES - 1))[1].source is FAR
 
 

@@ -316,7 +316,7 @@ class Recoverer:
 
         Args:
             build: That request.
-            replacement: It takes the place of a lost one.
+            replacement: It takes the place of another one.
             lost: Slots whose generators are not restored: they would repeat draws that the caller has seen.
         """
         channel = self._current = self._launcher.start()
@@ -671,7 +671,7 @@ class Recoverer:
             progress.attempts += 1
             self.restarts += not progress.planned
             try:
-                channel, number = self.launch(build, replacement=not progress.planned, lost=lost)
+                channel, number = self.launch(build, replacement=True, lost=lost)
             except NoCapacityError as error:
                 raise NotBuilt(str(error)) from error.with_traceback(None)
             try:

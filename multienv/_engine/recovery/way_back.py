@@ -286,9 +286,10 @@ def _after_death(way: Way, event: Died, rules: WayRules) -> Way:
         return way if goes_on else replace(way, sources=(NewEnvs(),), deaths=())
     if isinstance(source, Replayed):
         sometimes("a replay ends its process")
-        # If a shorter replay is left, deaths at all requests count together: an env that crashes at random will hardly
-        # come to the end of a long one.
-        reason = _too_many(counted, event, rules, of_all=bool(others) and not event.outside)
+        reason = _too_many(counted, event, rules)
+        if not reason and others and counted.total() >= LOSSES:
+            # An env that crashes so often by chance will hardly come to the end of a long replay: try a shorter one.
+            reason = f"{counted.total()} processes ended in its replay"
         if not reason and event.late:
             reason = "its replay took too long (see Deadlines.recovery)"
         return _left(way, reason) if reason else way
@@ -308,11 +309,9 @@ def _after_death(way: Way, event: Died, rules: WayRules) -> Way:
     return replace(way, sources=(replace(copy, plan=plan), *others), deaths=tuple(sorted(counted.items())))
 
 
-def _too_many(counted: Counter[tuple[int, bool]], event: Died, rules: WayRules, *, of_all: bool = False) -> str:
+def _too_many(counted: Counter[tuple[int, bool]], event: Died, rules: WayRules) -> str:
     """Return why a source is given up if too many processes died at this request, else ``""``."""
     deaths = counted[event.request, event.outside]
-    if of_all:
-        deaths = sum(count for (_, outside), count in counted.items() if not outside)
     if deaths < (LOSSES if event.outside else rules.tries):
         return ""
     where = "when their replay was over" if event.request == -1 else f"while running request {event.request + 1} of its"

@@ -76,7 +76,7 @@ class Build:
         truncates_errors: An exception of an env in ``step`` ends its episode instead of being raised.
         snapshots: Forked snapshots: every so many steps; 0: at the best interval; -1: never.
         journal: Bytes that the trainer keeps of requests since the newest snapshot; 0: that is not known.
-        replacement: The worker replaces a lost one: its first snapshot is taken at once.
+        replacement: The worker replaces another one: its first snapshot is taken at once.
         starts: Part of the envs' time that saving the states of generators before resets may take; 0: none are saved.
         title: What ``ps`` shows.
         tells_imports: The answer tells what was imported to build the envs.
