@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 
+from kit.interruption import Interruption
 from multienv._engine.native import native
+from multienv._engine.recovery import answers
 from simulation.programs import Case, Run
 from simulation.schedules import bases, name_of
 from simulation.simulation import Fault
@@ -61,3 +65,25 @@ def test_interrupted_steps_of_some_envs_are_replayed_as_they_were(policy: str) -
     ops = (("reset", 7), *(("some", number) for number in range(7)))
     last = Fault(0, "request", Run(Case("NEXT_STEP", policy, ops)).play().events[0, "request"], "executed")
     check_each_place(Case("NEXT_STEP", policy, ops, (last,)), first=3, stride=409)
+
+
+def test_interruption_where_rows_of_some_envs_are_laid_over_is_a_loss() -> None:
+    """Of the places of the test above those that change what is recorded."""
+    ops = (("reset", 7), *((("some", "pace")[number % 2], number) for number in range(5)))
+    last = Fault(0, "request", Run(Case("NEXT_STEP", "journal", ops)).play().events[0, "request"], "executed")
+    place, stride = 0, 23
+    while True:
+        run = Run(Case("NEXT_STEP", "journal", ops, (last,), interrupted=place))
+        run.interruption = Interruption(place, skips=is_not_in_answers)
+        run.play()
+        if not run.interruption.fired:
+            break
+        place += stride
+    assert place > 100, "nothing was interrupted"
+
+
+def is_not_in_answers() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != answers.__file__:
+        frame = frame.f_back
+    return frame is None
