@@ -239,13 +239,6 @@ class SetAttribute:
 
 
 @dataclass(frozen=True, slots=True)
-class Render:
-    """Draw each env."""
-
-    slots: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class KeepSnapshot:
     """Take a snapshot to come back to. The answer is the obstacle, or ``""``.
 
@@ -345,7 +338,6 @@ Message = (
     | GetAttribute
     | IsWrapped
     | SetAttribute
-    | Render
     | KeepSnapshot
     | GetGenerators
     | Replay
@@ -358,7 +350,7 @@ CALLS = (SetAttribute, Call)
 
 def is_recorded(message: Message | None) -> bool:
     """Tell whether a request that is neither step nor reset may change an env: it is journalled and replayed."""
-    return isinstance(message, SetAttribute | Render) or (isinstance(message, Call) and message.recorded)
+    return isinstance(message, SetAttribute) or (isinstance(message, Call) and message.recorded)
 
 
 @dataclass(frozen=True, slots=True)

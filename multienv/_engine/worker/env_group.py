@@ -17,7 +17,16 @@ from typing import Any, NoReturn
 import gymnasium
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
-from multienv._engine.wire.messages import Build, Call, Description, Failure, GetAttribute, Method, SetAttribute
+from multienv._engine.wire.messages import (
+    Build,
+    Call,
+    Description,
+    Failure,
+    GetAttribute,
+    IsWrapped,
+    Method,
+    SetAttribute,
+)
 from multienv._engine.wire.segment import SLOT, Segment
 from multienv._engine.worker import seeding
 from multienv._engine.worker.failures import failure_of, pickled, wrong_result
@@ -38,7 +47,7 @@ class EnvGroup:
     Attributes:
         starts: Resets at which a replay can begin.
         waiting: Slots that take no part in a replay yet.
-        raised: In the last call of :meth:`each` the env of a slot that is not in ``waiting`` has raised.
+        raised: In the last call of :meth:`ask` the env of a slot that is not in ``waiting`` has raised.
         calls: For each slot the function that a step calls: the env's ``step``, or after the end of an episode another
             one. The list is never replaced: native code holds it.
     """
@@ -162,40 +171,8 @@ class EnvGroup:
 
     # --- calls and attributes ---------------------------------------------------------------------
 
-    def call(self, message: Call) -> bytes:
-        """Call a method of each env, or read an attribute that is not callable; as :meth:`each`."""
-        return self.each(message.name, message.slots, lambda index, env: _call_by_name(env, message))
-
-    def write(self, message: SetAttribute) -> bytes:
-        """Set an attribute of each env; as :meth:`each`."""
-        name, values = message.name, message.values
-        return self.each(name, message.slots, lambda index, env: env.set_wrapper_attr(name, values[index]))
-
-    def get(self, message: GetAttribute) -> bytes:
-        """Read an attribute of each env or of a wrapper of it; as :meth:`each`."""
-
-        def read(index: int, env: Any) -> Any:
-            value = _attribute(env, message.name)
-            return Method() if _is_method(value) or (message.callables and callable(value)) else value
-
-        return self.each(message.name, message.slots, read)
-
-    def is_wrapped(self, kind: tuple[str, str], slots: Sequence[int] | None) -> bytes:
-        """Tell of each env whether it has a wrapper of a class, given by module and name; as :meth:`each`."""
-
-        def look(index: int, env: Any) -> bool:
-            wrappers = [type(layer) for layer in seeding.layers_of(env) if isinstance(layer, gymnasium.Wrapper)]
-            return any((base.__module__, base.__name__) == kind for one in wrappers for base in one.__mro__)
-
-        return self.each("is_wrapped", slots, look)
-
-    def each(self, name: str, slots: Sequence[int] | None, ask: Callable[[int, Any], Any]) -> bytes:
-        """Call ``ask`` for each env; an exception in one does not keep the others from being asked.
-
-        Args:
-            name: Of the method or attribute, for errors.
-            slots: Which envs; ``None``: all.
-            ask: Called with the index in ``slots`` and the env.
+    def ask(self, message: Question) -> bytes:
+        """Call a method of each env, or read or write an attribute; one that raises does not keep others from it.
 
         Returns:
             A pickle: the list of answers, each pickled by itself (``None``: it failed), and failures by slot.
@@ -203,11 +180,12 @@ class EnvGroup:
         values: list[bytes | None] = []
         failures: dict[int, Failure] = {}
         self.raised = False
-        for index, slot in enumerate(range(self.slots) if slots is None else slots):
+        for index, slot in enumerate(range(self.slots) if message.slots is None else message.slots):
             self.words[SLOT] = slot + 1
             values.append(None)
             try:
-                values[index] = pickled(name, ask(index, self.envs[slot]))
+                answer = ASK[type(message)](message, index, self.envs[slot])
+                values[index] = pickled(getattr(message, "name", "is_wrapped"), answer)
             except Exception as error:
                 failures[slot] = failure_of(error)
                 self.raised |= slot not in self.waiting
@@ -219,9 +197,23 @@ def _refuse(action: Any) -> NoReturn:
     raise gymnasium.error.ResetNeeded("The episode of this env has ended. Call reset() before the next step().")
 
 
-def _call_by_name(env: Any, message: Call) -> Any:
+def _call(message: Call, index: int, env: Any) -> Any:
     attribute = _attribute(env, message.name)
     return attribute(*message.args, **(message.kwargs or {})) if callable(attribute) else attribute
+
+
+def _get(message: GetAttribute, index: int, env: Any) -> Any:
+    value = _attribute(env, message.name)
+    return Method() if _is_method(value) or (message.callables and callable(value)) else value
+
+
+def _set(message: SetAttribute, index: int, env: Any) -> Any:
+    return env.set_wrapper_attr(message.name, message.values[index])
+
+
+def _is_wrapped(message: IsWrapped, index: int, env: Any) -> bool:
+    wrappers = [type(layer) for layer in seeding.layers_of(env) if isinstance(layer, gymnasium.Wrapper)]
+    return any((base.__module__, base.__name__) == message.kind for one in wrappers for base in one.__mro__)
 
 
 def _attribute(env: Any, path: str) -> Any:
@@ -240,3 +232,13 @@ def _is_method(value: Any) -> bool:
     return isinstance(value, MethodType | BuiltinMethodType) and not isinstance(
         value.__self__, type | ModuleType | None
     )
+
+
+Question = Call | GetAttribute | SetAttribute | IsWrapped
+# Answers a question for one env, given its index in the slots that are asked.
+ASK: dict[type, Callable[[Any, int, Any], Any]] = {
+    Call: _call,
+    GetAttribute: _get,
+    SetAttribute: _set,
+    IsWrapped: _is_wrapped,
+}

@@ -39,24 +39,19 @@ from multienv._engine.wire.codecs import layout_of_envs, payload_of
 from multienv._engine.wire.messages import (
     BEGINNING,
     Build,
-    Call,
     Close,
-    GetAttribute,
     GetGenerators,
-    IsWrapped,
     KeepSnapshot,
     Message,
-    Render,
     Replay,
     Reset,
     Rollout,
-    SetAttribute,
     dumps,
     is_recorded,
 )
 from multienv._engine.wire.segment import BUSY, REPLAYING, SLOT, Segment
 from multienv._engine.worker import seeding
-from multienv._engine.worker.env_group import EnvGroup
+from multienv._engine.worker.env_group import ASK, EnvGroup, Question
 from multienv._engine.worker.failures import failure_of, pickled
 from multienv._engine.worker.imports import BeforeBuild
 from multienv._engine.worker.registrations import built
@@ -167,10 +162,6 @@ class Host:
         """Reply with a value; ``name`` says where it is from if it cannot be pickled."""
         answer(self._segment, number, VALUE, pickled(name, value))
 
-    def _answer_all(self, number: int, answers: bytes) -> None:
-        """Reply with what ``EnvGroup.each`` returned."""
-        answer(self._segment, number, VALUE, answers, flags=RAISED if self._envs().raised else 0)
-
     # --- one method per message -------------------------------------------------------------------
 
     def _build(self, number: int, message: Build) -> None:
@@ -219,20 +210,9 @@ class Host:
         self._answer(number, rolled, "rollout")
         self._rolled = number + max(0, len(rolled.banks) // self._segment.layout.size - 1), seconds
 
-    def _call(self, number: int, message: Call) -> None:
-        self._answer_all(number, self._envs().call(message))
-
-    def _get(self, number: int, message: GetAttribute) -> None:
-        self._answer_all(number, self._envs().get(message))
-
-    def _is_wrapped(self, number: int, message: IsWrapped) -> None:
-        self._answer_all(number, self._envs().is_wrapped(message.kind, message.slots))
-
-    def _set(self, number: int, message: SetAttribute) -> None:
-        self._answer_all(number, self._envs().write(message))
-
-    def _render(self, number: int, message: Render) -> None:
-        self._answer_all(number, self._envs().each("render", message.slots, lambda index, env: env.render()))
+    def _ask_each(self, number: int, message: Question) -> None:
+        answers = self._envs().ask(message)
+        answer(self._segment, number, VALUE, answers, flags=RAISED if self._envs().raised else 0)
 
     def _keep_snapshot(self, number: int, message: KeepSnapshot) -> None:
         self._answer(number, self._on_keep(message.number, message.token))
@@ -251,8 +231,7 @@ class Host:
         group = self._envs()
         try:
             for payload in message.calls:
-                call = pickle.loads(payload)
-                group.call(call) if isinstance(call, Call) else group.write(call)
+                group.ask(pickle.loads(payload))
             came = self._run(number, message)
         finally:
             group.starts.replaying, group.waiting = None, frozenset()
@@ -325,11 +304,7 @@ _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     Build: Host._build,
     Reset: Host._reset,
     Rollout: Host._rollout,
-    Call: Host._call,
-    GetAttribute: Host._get,
-    IsWrapped: Host._is_wrapped,
-    SetAttribute: Host._set,
-    Render: Host._render,
+    **dict.fromkeys(ASK, Host._ask_each),
     KeepSnapshot: Host._keep_snapshot,
     GetGenerators: Host._get_generators,
     Replay: Host._replay,
