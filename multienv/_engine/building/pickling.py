@@ -41,18 +41,22 @@ _Pickled = tuple[bytes, list[memoryview]]
 
 
 class _ByValue(Pickler):
-    """Notes which functions and classes of the main script it pickles: they travel by value.
+    """Notes what it pickles.
 
     Args:
-        of_main: These, by name; filled.
+        seen: All values, in their order; filled.
+        of_main: Functions and classes of the main script, by name, which travel by value; filled.
     """
 
-    def __init__(self, file: io.BytesIO, buffer_callback: _BufferCallback, of_main: dict[str, Any]) -> None:
+    def __init__(
+        self, file: io.BytesIO, buffer_callback: _BufferCallback, seen: list[Any], of_main: dict[str, Any]
+    ) -> None:
         super().__init__(file, buffer_callback=buffer_callback)
-        self._of_main = of_main
+        self._seen, self._of_main = seen, of_main
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce a value as every pickler of multienv does."""
+        self._seen.append(value)
         if isinstance(value, type | FunctionType) and is_of_main(value):
             self._of_main[value.__name__] = value
         return super().reducer_override(value)
@@ -116,13 +120,16 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
             return data
     for line in lines:
         _tell(file, line, _NOT_DONE)
-    registered, failure = registered_in_main(), None
+    registered, failure, seen = registered_in_main(), None, list[Any]()
     for names in (registered, {}) if registered else ({},):
+        of_main: dict[str, Any] = {}  # filled while what comes before it is pickled
+        offer = PickledCall(offered, env_fns, names, of_main)
+        seen.clear()
         try:
-            return _offer(env_fns, names, least)
+            return _dumped(offer, least, partial(_ByValue, seen=seen, of_main=of_main))
         except Exception as error:  # pickling runs code of the user
             failure = error
-    told = culprit_in(env_fns)
+    told = culprit_in(env_fns, seen[1:], failure)
     if can_be_imported(main_script()):
         with contextlib.suppress(Exception):
             return _by_name(env_fns, told, least)
@@ -140,11 +147,6 @@ def _by_name(env_fns: tuple[Any, ...], told: str, least: int | None) -> _Pickled
     data = _dumped(PickledCall(itemgetter(1), (imported, env_fns)), least, partial(_ByName, tried={}))
     workers_import_main()
     return data
-
-
-def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any], least: int | None) -> _Pickled:
-    of_main: dict[str, Any] = {}  # filled while what comes before it is pickled
-    return _dumped(PickledCall(offered, env_fns, registered, of_main), least, partial(_ByValue, of_main=of_main))
 
 
 def _dumped(value: Any, least: int | None, make: Callable[[io.BytesIO, _BufferCallback], Pickler]) -> _Pickled:

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from multienv._engine.wire.reducers import Pickler
 
+def culprit_in(env_fns: tuple[Any, ...], seen: list[Any], error: Exception | None) -> str:
+    """Say which function cannot be pickled, why, and what global, captured variable or attribute keeps it from that.
 
-class _Tracer(Pickler):
-    """Notes all values that it has begun to pickle; the last one is what cannot be pickled, if it fails."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-        self.seen: list[Any] = []
-
-    def reducer_override(self, value: Any) -> Any:
-        """Note a value."""
-        self.seen.append(value)
-        return super().reducer_override(value)
-
-
-def culprit_in(env_fns: tuple[Any, ...]) -> str:
-    """Say which function cannot be pickled, why, and what global, captured variable or attribute keeps it from that."""
-    tracer = _Tracer()
-    try:
-        tracer.dump(env_fns)
-    except Exception as error:  # pickling runs code of the user
-        why = f"{type(error).__name__}: {str(error).rstrip('.')}."
-    else:
-        why = "at the second try it can."
-    env_fn = next((one for one in reversed(tracer.seen) if any(one is env_fn for env_fn in env_fns)), env_fns)
-    used = _used(tracer.seen)
+    Args:
+        env_fns: The functions.
+        seen: All values that were begun to be pickled; the last one is what cannot be.
+        error: What that raised.
+    """
+    env_fn = next((one for one in reversed(seen) if any(one is env_fn for env_fn in env_fns)), env_fns)
+    why, used = f"{type(error).__name__}: {str(error).rstrip('.')}.", _used(seen)
     return f"env_fn {env_fn!r:.100} cannot be sent to a process: {why}{' ' if used else ''}{used}"
 
 
