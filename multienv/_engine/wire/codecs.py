@@ -10,19 +10,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
 from multienv._engine.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
-from multienv._engine.wire.banks import LENGTH, PICKLED_AT, BankLayout
+from multienv._engine.wire.banks import LENGTH, PICKLED_AT, Bank, BankLayout
 from multienv._engine.wire.infos import Extras, numbers_in
-from multienv._engine.wire.layout import layout_of
 from multienv._engine.wire.messages import Description
-from multienv._engine.wire.rows import Array, has_rows, leaf_arrays, row_bytes, row_of
+from multienv._engine.wire.rows import Array, has_rows, leaf_arrays, row_bytes, row_of, verbatim_reader
 from multienv._engine.wire.segment import REPLY_PAYLOAD, Segment
 
 # The reward of a single env keeps its type, by a tag in the head. A float64 holds integers exactly up to 2**53; what
@@ -47,12 +45,10 @@ def layout_of_envs(
         slots: Number of envs.
         autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
     """
+    leaves = row_bytes(observation_space, verbatim=verbatim) if has_rows(observation_space) else ()
     if verbatim:
-        layout = layout_of(observation_space)
-        return BankLayout(1, action_bytes(action_space), () if layout is None else (layout.size,))
-    leaves = row_bytes(observation_space) if has_rows(observation_space) else ()
-    has_finals = autoreset == "SAME_STEP"
-    return BankLayout(slots, action_bytes(batch_space(action_space, slots)), leaves, has_finals)
+        return BankLayout(1, action_bytes(action_space), leaves)
+    return BankLayout(slots, action_bytes(batch_space(action_space, slots)), leaves, autoreset == "SAME_STEP")
 
 
 @dataclass
@@ -134,7 +130,6 @@ class Codec:
         self.space = first_observation_space if space is None else space
         self.has_rows = not verbatim and has_rows(self.space)
         self.layout = layout_of_envs(verbatim, self.space, self.action_space, self.slots, autoreset)
-        self._verbatim = layout_of(self.space) if verbatim else None
         self._asked_space: Any = self.action_space if verbatim else batch_space(self.action_space, self.slots)
         self.elements = 0 if verbatim else number_of(self._asked_space)
         self.checks_actions = True
@@ -179,11 +174,10 @@ class Codec:
         """Return for each bank its rows; or, of a single env, what returns a copy of the observation there."""
         if not self.verbatim:
             return [self.rows(segment, side) for side in (0, 1)]
-        space = self.space
-        if type(space) is spaces.Box and self._verbatim is not None:
-            start = self.layout.leaves[0]
-            return [np.ndarray(space.shape, space.dtype, bank.view, start).copy for bank in segment.banks]
-        return [partial(self.observation, segment, side) for side in (0, 1)]
+        return [self._reader(bank) for bank in segment.banks]
+
+    def _reader(self, bank: Bank) -> Callable[[], Any]:
+        return verbatim_reader(self.space, bank) if has_rows(self.space) else lambda: None
 
     def observation(self, segment: Segment, number: int, pickled_row: bytes | None = None) -> Any:
         """Return the observation of a single env in the reply to ``number``.
@@ -195,8 +189,7 @@ class Codec:
         """
         if pickled_row is not None:
             return pickle.loads(pickled_row)[0]
-        bank = segment.banks[number & 1]
-        return None if self._verbatim is None else self._verbatim.read(bank.view, bank.layout.leaves[0])
+        return self._reader(segment.banks[number & 1])()
 
     def transition(
         self, segment: Segment, number: int, pickled_row: bytes | None = None

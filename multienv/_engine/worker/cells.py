@@ -17,8 +17,7 @@ from multienv._engine.wire.banks import Bank
 from multienv._engine.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_TAGS
 from multienv._engine.wire.digests import evidence_of
 from multienv._engine.wire.infos import NUMBERS
-from multienv._engine.wire.layout import Layout, layout_of
-from multienv._engine.wire.rows import Cell, cells, copy_into, has_rows, leaf_arrays, nested, row_writer
+from multienv._engine.wire.rows import Cell, cells, has_rows, leaf_arrays, nested, row_writer, verbatim_writer
 from multienv._engine.worker.failures import pickled, wrong_value
 
 # Characters of the types of numpy whose items a memoryview can be assigned.
@@ -107,22 +106,23 @@ class Verbatim:
     key = _WHOLE
 
     def __init__(self, space: Any, bank: Bank) -> None:
-        self._bank, self._layout = bank, layout_of(space)
+        self._bank = bank
         self._fits = False
         self._beside: tuple[Any, ...] = ()  # reward, terminated, truncated
         self.pickled_rows: list[bytes | None] | None = None
         self.evidence = [b""]
         self.whole: Any = None
         self.cells: list[Any] = [None]
-        # Digests are computed of each row as bytes, whatever its dtype.
-        self.leaves = [bank.leaf(index, (width,), np.uint8) for index, width in enumerate(bank.layout.leaf_bytes)]
-        if self._layout is not None and type(space) in _ARRAYS:
-            self.whole = bank.leaf(0, space.shape, space.dtype)
-            if len(space.shape) == 1 and space.dtype.isnative:
-                # Assigning to a memoryview also checks format and shape, twice as fast as asking; one dimension only.
-                self.cells = [self.whole[0].data]
-            else:
-                self.cells = [_ExactCell(self._layout, self.whole[0, ...])]
+        self.leaves: list[Any] = []
+        self._write: Callable[[Any], bool] = lambda observation: False
+        if has_rows(space):
+            self.leaves = leaf_arrays(space, bank, verbatim=True)
+            self._write = verbatim_writer(space, self.leaves)
+        if self.leaves and type(space) in _ARRAYS:
+            (self.whole,) = self.leaves
+            # Assigning to a memoryview also checks format and shape, twice as fast as asking; one dimension only.
+            is_quick = len(space.shape) == 1 and space.dtype.isnative
+            self.cells = [self.whole[0].data if is_quick else _VerbatimCell(self._write)]
 
     def take(self, slot: int, reward: Any, terminated: Any, truncated: Any) -> None:
         """Write a reward, with a tag of its type, and see whether all fits; the observation comes next."""
@@ -138,13 +138,11 @@ class Verbatim:
 
     def show(self, slot: int, observation: Any) -> None:
         """Write an observation, or pickle all that the env returned if not all of it fits the bank."""
-        layout, bank = self._layout, self._bank
-        if self._fits and layout is not None and layout.fits(observation):
-            layout.write(observation, bank.view, bank.layout.leaves[0])
+        if self._fits and self._write(observation):
             self.pickled_rows = None
             return
         transition = observation, *self._beside
-        bank.view[4] = 0
+        self._bank.view[4] = 0
         self.pickled_rows, self.evidence = [pickled("step", transition)], [evidence_of(transition)]
 
     def blank(self, slot: int) -> None:
@@ -159,18 +157,17 @@ class Verbatim:
         return dict(info) if is_plain else pickled("step", info)
 
 
-class _ExactCell:
+class _VerbatimCell:
     """Takes an array that is assigned to all of it; raises ValueError if it does not fit to the bit."""
 
-    __slots__ = ("_fits", "_target")
+    __slots__ = ("_write",)
 
-    def __init__(self, layout: Layout, target: Any) -> None:
-        self._fits, self._target = layout.fits, target
+    def __init__(self, write: Callable[[Any], bool]) -> None:
+        self._write = write
 
     def __setitem__(self, whole: slice, value: Any) -> None:
-        if not self._fits(value):
+        if not self._write(value):
             raise ValueError
-        copy_into(self._target, value)
 
 
 def _number(reward: Any) -> float:
