@@ -13,6 +13,7 @@ Reading changes nothing here, so an interrupted reader can read again.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING
 
 from multienv._engine.native import native
 from multienv._engine.wire.banks import SMALL, Bank
-from multienv._engine.wire.mapping import shared_memory_of
 from multienv.errors import SystemLimitError
 
 if TYPE_CHECKING:
@@ -63,6 +63,13 @@ OTHER_SECONDS = 62  # float64: time that resets and recorded calls have taken, a
 ASKED = 63  # number of the last request in which an env asked outside, as Python tells; 0: in none (worker)
 SNAPSHOT_SECONDS = 64  # float64: time of the envs between two snapshots, at present (worker)
 SHARED = 65  # 1: the first byte on the wake socket brings the file that the workers share (trainer)
+
+_MAP_FIXED = 0x10  # on Linux
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+if _libc is not None:
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 _SHORT_PAYLOAD = 2048
 _SHORT = 512
@@ -234,10 +241,25 @@ class Segment:
 
 
 def _mapped(descriptor: int, size: int) -> memoryview:
-    """Map the beginning of the file; -1: memory of this process alone, which a forked snapshot does not share."""
+    """Map the beginning of the file; -1: memory of this process alone, which a forked snapshot does not share.
+
+    The mapping goes with the last view of it, and needs no descriptor: ``mmap.mmap`` duplicates the one that it is
+    given, and keeps it (always until Python 3.13), which were two of five that a worker cost its trainer.
+
+    The file takes the place of memory without a file, which Python unmaps. A weakref would unmap it too early: of
+    garbage in a cycle Python calls weakrefs first, and then the finalizers, which still look into the memory.
+    """
     if descriptor < 0:
         return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))
-    return shared_memory_of(descriptor, size)
+    if _libc is None:
+        return memoryview(mmap.mmap(descriptor, size))
+    memory = mmap.mmap(-1, size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return memoryview(memory)
 
 
 def _words(memory: memoryview) -> memoryview[int]:

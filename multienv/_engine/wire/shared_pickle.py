@@ -1,24 +1,106 @@
-"""A pickle whose large parts lie in a file that several workers share."""
+"""A pickle whose large parts lie in a file that several workers share.
+
+The trainer writes and seals the file; it has no name (``memfd_create``), as a segment has none. A worker maps it
+privately: it may write there, and no other process sees that; a page is shared until it is written to.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import pickle
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from multienv._engine.interrupts import finalizer
 from multienv._engine.threads import Lock
-from multienv._engine.wire.shared_file import Place, SharedFile
+from multienv._engine.wire.reducers import PickledCall
+from multienv._engine.wire.segment import anonymous_file
 from multienv.errors import ClosedError
 
+# What the kernel's lists of descriptors and mappings call the file; a segment has another name.
+DATA_NAME = "multienv-data"
 # Bytes of an array, or of a pickle, from which on it is shared: far less than a process itself takes.
 LARGE = 2**16
+# Where a part lies, and how many bytes it has.
+Place = tuple[int, int]
+
+_CHUNK = 2**16
+# A part may be in the file already if its size and so many bytes at both of its ends are equal.
+_SAMPLE = 4096
 # Held while parts are placed, and while a file is let go of. Reentrant: a finalizer may do the latter anywhere.
 _lock = Lock()
 _files: weakref.WeakSet[SharedFile] = weakref.WeakSet()
+
+
+class SharedFile:
+    """Holds parts of pickles, equal ones once; no part can be added once it is sealed.
+
+    Attributes:
+        descriptor: The file; -1 once it is closed.
+        users: What keeps it open: see :class:`SharedPickle`.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = anonymous_file(DATA_NAME)
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        self._places: dict[tuple[int, int], list[Place]] = {}
+        self._end = 0
+        self._is_sealed = False
+
+    def seal(self) -> None:
+        """Seal the file: nobody can change it any more, no worker and not the trainer."""
+        if not self._is_sealed:
+            self._is_sealed = True
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+            with contextlib.suppress(OSError):  # EBUSY: the kernel uses a page; the seals are a precaution
+                fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+
+    def place(self, part: memoryview) -> Place | None:
+        """Return where the file holds these bytes; they are added if need be, and ``None`` returned if they cannot.
+
+        Args:
+            part: One-dimensional, of bytes.
+        """
+        key = part.nbytes, zlib.crc32(part[-_SAMPLE:], zlib.crc32(part[:_SAMPLE]))
+        found = self._places.setdefault(key, [])
+        for place in found:
+            if self._holds(place, part):
+                return place
+        if self._is_sealed:
+            return None
+        place = self._end, part.nbytes
+        written = 0
+        while written < part.nbytes:
+            written += os.pwrite(self.descriptor, part[written:], self._end + written)
+        # Each part begins a page, or a worker's write to one would copy the edge of another.
+        self._end += -(-part.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        found.append(place)
+        return place
+
+    def _holds(self, place: Place, part: memoryview) -> bool:
+        """Compare; piece by piece, because a memoryview itself compares item by item, ten times as slowly."""
+        offset, size = place
+        return all(
+            os.pread(self.descriptor, _CHUNK, offset + at)[: size - at] == part[at : at + _CHUNK].tobytes()
+            for at in range(0, size, _CHUNK)
+        )
+
+    def close(self) -> None:
+        """Close the descriptor. Again does nothing."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    @finalizer
+    def __del__(self) -> None:
+        if "descriptor" in self.__dict__:  # else it could not be made
+            self.close()
 
 
 class SharedPickle:
@@ -81,7 +163,7 @@ class SharedPickle:
             start = place[0] - first
             parts.append(memory[used[place]][start : start + place[1]])
             used[place] += 1
-        return self._loaded(parts, _loaded)
+        return _unpickled(*self._split(parts))
 
     def again(self) -> SharedPickle:
         """Return a second object for the same parts; it keeps the file open until nothing refers to it."""
@@ -96,11 +178,11 @@ class SharedPickle:
         if descriptor < 0 or len(self.data) + sum(size for _, size in self.places) > most:
             return b""
         parts = [bytearray(os.pread(descriptor, size, offset)) for offset, size in self.places]
-        return pickle.dumps(self._loaded(parts, _Whole), protocol=5)
+        return pickle.dumps(PickledCall(_unpickled, *self._split(parts)), protocol=5)
 
-    def _loaded(self, parts: list[Any], load: Callable[[Any, list[Any]], Any]) -> Any:
-        """Call ``load`` with pickle and buffers, which are ``parts``."""
-        return load(self.data, parts) if self.data else load(parts[0], parts[1:])
+    def _split(self, parts: list[Any]) -> tuple[Any, list[Any]]:
+        """Return pickle and buffers, given what lies at the places."""
+        return (self.data, parts) if self.data else (parts[0], parts[1:])
 
     def close(self) -> None:
         """Release the file, which is closed with its last user. Again does nothing."""
@@ -112,17 +194,7 @@ class SharedPickle:
                     file.close()
 
 
-class _Whole:
-    """Pickles as the value of a pickle and its buffers: it needs no file any more."""
-
-    def __init__(self, data: Any, buffers: list[Any]) -> None:
-        self._data, self._buffers = data, buffers
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _loaded, (self._data, self._buffers)
-
-
-def _loaded(data: Any, buffers: list[Any]) -> Any:
+def _unpickled(data: Any, buffers: list[Any]) -> Any:
     return pickle.loads(data, buffers=buffers)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from multienv._engine.wire.segment import SHARED_NAME
-from multienv._engine.wire.shared_file import DATA_NAME
+from multienv._engine.wire.shared_pickle import DATA_NAME
 
 # Why there is no snapshot; control word OBSTACLE is an index.
 OBSTACLES = (
