@@ -299,9 +299,9 @@ MUTANTS = [
     Mutant(
         "A single env's observation is a view of shared memory, which later steps overwrite.",
         2,
-        "codecs:Codec.shown",
-        "np.ndarray(space.shape, space.dtype, bank.view, start).copy",
-        "np.ndarray(space.shape, space.dtype, bank.view, start).view",
+        "rows:verbatim_reader",
+        "leaf[0, ...].copy",
+        "leaf[0, ...].view",
     ),
     Mutant(
         "With copy=True the batch of a single worker is a view of shared memory, which later steps overwrite.",
