@@ -36,7 +36,7 @@ SIMULATED_STARTS = ("tests/simulation/test_single_faults.py", "tests/simulation/
 UNIT_JOURNAL = ("tests/unit/test_journal.py",)
 EVIDENCE = ("tests/invariants/test_3_all_bytes_are_evidence.py",)
 REPLAYED = ("tests/invariants/test_3_replayed_is_said.py",)
-CODE = ("tests/invariants/test_3_code_that_changed.py", "tests/unit/test_source_files.py")
+CODE = ("tests/invariants/test_3_code_that_changed.py", "tests/unit/test_worker_imports.py")
 OWN_PACE = ("tests/contract/test_own_pace.py",)
 STEPS_OF_SOME = ("tests/contract/test_steps_of_some_envs.py",)
 RECYCLING = ("tests/contract/test_recycling.py",)
@@ -415,7 +415,7 @@ MUTANTS = [
         "A module that was preloaded counts as imported when the worker built its envs.",
         3,
         "template:_import",
-        "source_files.note(began)",
+        "imports.note(began)",
         "",
         CODE,
     ),
@@ -470,18 +470,18 @@ MUTANTS = [
     Mutant(
         "A file that is written while it may be imported counts as known.",
         3,
-        "source_files:_version_of",
+        "imports:_version_of",
         "_UNKNOWN if status.st_mtime_ns > began else status.st_size",
         "status.st_size",
-        ("tests/unit/test_source_files.py",),
+        ("tests/unit/test_worker_imports.py",),
     ),
     Mutant(
         "On another machine the times of files are compared, too.",
         3,
-        "source_files:changed_file",
+        "imports:changed_file",
         "first = 0 if host == other_host else 1",
         "first = 0",
-        ("tests/unit/test_source_files.py",),
+        ("tests/unit/test_worker_imports.py",),
     ),
     Mutant(
         "A build that raises in a recovery is not tried again.",
@@ -591,8 +591,8 @@ MUTANTS = [
         "What an instance of a class is given after it was made again is not compared.",
         3,
         "digests:_parts_of_reduced",
-        "for part in parts",
-        "for part in parts[:1]",
+        "[[*part] if isinstance(part, Iterator) else part for part in parts]",
+        "[[*part] if isinstance(part, Iterator) else part for part in parts[:1]]",
         EVIDENCE,
     ),
     Mutant(

@@ -313,7 +313,6 @@ class Workers:
             truncates_errors=restart.on_error == "truncate",
             snapshots=every if restart.snapshots and restart.replays else -1,
             journal=restart.journal_limit * len(env_fns),
-            title=title,
             tells_imports=learns,
         )
         shared = packed if isinstance(packed, SharedPickle) else None
@@ -368,7 +367,7 @@ class _SerialLaunch:
     env_fns: tuple[EnvFn, ...]
 
     def start(self) -> Channel:
-        return SerialChannel(partial(Host, env_fns=self.env_fns))
+        return SerialChannel(partial(Host, load=lambda _: self.env_fns))
 
     def wake_kept(self, token: int) -> None:
         """Return ``None``: there are no snapshots."""

@@ -78,11 +78,10 @@ class Build:
         journal: Bytes that the trainer keeps of requests since the newest snapshot; 0: that is not known.
         replacement: The worker replaces another one: its first snapshot is taken at once.
         starts: Part of the envs' time that saving the states of generators before resets may take; 0: none are saved.
-        title: What ``ps`` shows.
         tells_imports: The answer tells what was imported to build the envs.
         generators: Slot → state of its random generators, put back before its first reset: the env of an earlier
             process has ended between two episodes, and this one takes its place.
-        code: From which files the code of the present envs came, as ``worker.source_files`` notes it; does not travel.
+        code: From which files the code of the present envs came, as ``worker.imports`` notes it; does not travel.
     """
 
     env_fns: Any
@@ -97,7 +96,6 @@ class Build:
     journal: int = 0
     replacement: bool = False
     starts: float = 0.0
-    title: str = ""
     tells_imports: bool = False
     generators: Mapping[int, bytes] = field(default_factory=dict)
     code: bytes = b""
@@ -136,7 +134,7 @@ class Description:
         metadata, spec, render_mode: Of the first env.
         seconds: What the construction took, with its imports.
         imports: If ``Build.tells_imports``.
-        code: From which files the code came, as ``worker.source_files`` notes it; ``b""``: that is not known.
+        code: From which files the code came, as ``worker.imports`` notes it; ``b""``: that is not known.
     """
 
     spaces: tuple[tuple[Any, Any], ...]

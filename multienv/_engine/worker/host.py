@@ -53,7 +53,7 @@ from multienv._engine.wire.segment import BUSY, REPLAYING, SLOT, Segment
 from multienv._engine.worker import seeding
 from multienv._engine.worker.env_group import ASK, EnvGroup, Question
 from multienv._engine.worker.failures import failure_of, pickled
-from multienv._engine.worker.imports import BeforeBuild
+from multienv._engine.worker.imports import watched_imports
 from multienv._engine.worker.registrations import built
 from multienv._engine.worker.replies import answer, answer_failure
 from multienv._engine.worker.rollouts import RolloutRunner
@@ -69,10 +69,9 @@ class Host:
             on.
         on_keep: Takes a snapshot to come back to, given the number of the last request and a token, or one for
             recoveries (token 0); returns the obstacle, or ``""``.
-        env_fns: What builds the envs, where it does not travel with the message.
         load: Returns what builds the envs, given what travels with the message.
         code: Returns from which files the process has imported, given when the imports for the envs began, in ns; see
-            ``source_files.noted``.
+            ``imports.noted``.
 
     Attributes:
         handle: Executes the request with this number; raises only exceptions that end the process. It may be another
@@ -88,7 +87,6 @@ class Host:
         *,
         on_build: Callable[[Build], None] = lambda message: None,
         on_keep: Callable[[int, int], str] = lambda number, token: "the trainer's own process",
-        env_fns: Sequence[Callable[[], Any]] | None = None,
         load: Callable[[Any], Sequence[Callable[[], Any]]] = cloudpickle.loads,
         code: Callable[[int], bytes] = lambda began: b"",
     ) -> None:
@@ -98,7 +96,7 @@ class Host:
         self._segment = segment
         self._on_build = on_build
         self._on_keep = on_keep
-        self._env_fns, self._load, self._code = env_fns, load, code
+        self._load, self._code = load, code
         self._group: EnvGroup | None = None
         self._stepper: Stepper | None = None
         self._runner: RolloutRunner | None = None  # made when it is first needed
@@ -167,14 +165,13 @@ class Host:
     def _build(self, number: int, message: Build) -> None:
         segment = self._segment
         self._on_build(message)
-        before = BeforeBuild() if message.tells_imports else None
+        imports_since = watched_imports() if message.tells_imports else lambda: None
         if message.seeds is not None:
             seeding.seed_process(message.seeds)
         specs = b"" if message.setting is None else message.setting.registrations
         began, began_at = perf_counter(), time_ns()
-        env_fns = self._load(message.env_fns) if self._env_fns is None else self._env_fns
         envs: list[Any] = []
-        for env_fn in env_fns:
+        for env_fn in self._load(message.env_fns):
             segment.words[SLOT] = len(envs) + 1
             try:
                 envs.append(built(env_fn, specs, envs))
@@ -190,9 +187,9 @@ class Host:
             group.verbatim, group.observation_space, group.action_space, group.slots, group.autoreset
         )
         # The reply lies in the small bank: the trainer knows no other yet.
-        imports = None if before is None else before.imports()
         seconds = perf_counter() - began
-        described = replace(group.describe(), seconds=seconds, imports=imports, code=self._code(began_at))
+        imports, code = imports_since(), self._code(began_at)
+        described = replace(group.describe(), seconds=seconds, imports=imports, code=code)
         self._answer(number, described, "its constructor (spaces, metadata, spec)")
         self._group = group
         self._lay_out(layout)
