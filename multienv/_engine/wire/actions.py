@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 
 from multienv._engine.wire.banks import HEAD, STEP, STEPPED, U32
 from multienv._engine.wire.messages import call_user_code, dumps
@@ -48,6 +49,11 @@ def _step_head(tag: int) -> int:
 INT_STEP, INT64_STEP = _step_head(INT), _step_head(INT64)
 
 
+def asked_space(space: Any, slots: int, *, verbatim: bool) -> Any:
+    """Return the space of what one step asks, given that of one env: of a batch, all its actions."""
+    return space if verbatim else batch_space(space, slots)
+
+
 def number_of(space: Any) -> int:
     """Return how many numbers the array has that an action of this space is; 0: it is no array."""
     return math.prod(space.shape) if type(space) in _ARRAYS else 0
@@ -61,12 +67,7 @@ def step_head_of(dtype: np.dtype[Any]) -> int:
 
 def action_bytes(space: spaces.Space[Any]) -> int:
     """Return the bytes that a bank has for an action of this space of any dtype; 0: it always travels as a payload."""
-    if type(space) is spaces.Discrete:
-        return 8
-    if type(space) in _ARRAYS:
-        assert space.shape is not None
-        return 8 * math.prod(space.shape)
-    return 0
+    return 8 if type(space) is spaces.Discrete else 8 * number_of(space)
 
 
 def action_encoder(space: spaces.Space[Any], segment: Segment, check: Callable[[Any], str] | None = None) -> Encode:

@@ -244,11 +244,6 @@ def entry_of(bank: Bank, request_payload: bytes, evidence: bytes) -> bytes:
     return Entry(bytes(head) + b"".join(parts[1:]), request_payload, evidence).packed()
 
 
-def pack_pickled_rows(evidence: bytes, pickled_rows: bytes) -> bytes:
-    """Return the pickled part of a payload, with which it begins; ``b""`` if there is none."""
-    return LENGTH.pack(len(evidence)) + evidence + pickled_rows if evidence else b""
-
-
 def is_plain(record: bytes | memoryview) -> bool:
     """Tell whether an entry is a step, or a reset, without payload: its length is that of the record."""
     kind, tag, reply_kind, flags = record[:4]

@@ -14,9 +14,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from gymnasium.vector.utils import batch_space
 
-from multienv._engine.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
+from multienv._engine.wire.actions import Encode, action_bytes, action_encoder, asked_space, misfit, number_of
 from multienv._engine.wire.banks import LENGTH, PICKLED_AT, Bank, BankLayout
 from multienv._engine.wire.infos import Extras, numbers_in
 from multienv._engine.wire.messages import Description
@@ -46,9 +45,8 @@ def layout_of_envs(
         autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
     """
     leaves = row_bytes(observation_space, verbatim=verbatim) if has_rows(observation_space) else ()
-    if verbatim:
-        return BankLayout(1, action_bytes(action_space), leaves)
-    return BankLayout(slots, action_bytes(batch_space(action_space, slots)), leaves, autoreset == "SAME_STEP")
+    asked = asked_space(action_space, slots, verbatim=verbatim)
+    return BankLayout(slots, action_bytes(asked), leaves, not verbatim and autoreset == "SAME_STEP")
 
 
 @dataclass
@@ -130,7 +128,7 @@ class Codec:
         self.space = first_observation_space if space is None else space
         self.has_rows = not verbatim and has_rows(self.space)
         self.layout = layout_of_envs(verbatim, self.space, self.action_space, self.slots, autoreset)
-        self._asked_space: Any = self.action_space if verbatim else batch_space(self.action_space, self.slots)
+        self._asked_space = asked_space(self.action_space, self.slots, verbatim=verbatim)
         self.elements = 0 if verbatim else number_of(self._asked_space)
         self.checks_actions = True
 

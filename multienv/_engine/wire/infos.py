@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,6 @@ NUMBERS, _STRINGS = frozenset(_TYPES), frozenset((str,))
 _SPECIAL = ("final_obs", "final_info")
 
 Infos = Sequence[tuple[int, Mapping[str, Any]]]  # slot and info
-NONE: Mapping[int, bytes] = MappingProxyType({})
 
 
 class Columns:
@@ -173,18 +171,6 @@ def _format_of_each(types: Sequence[type]) -> bytes:
     return "".join([_FORMATS[kind][0] for kind in types]).encode()
 
 
-def pack_extras(
-    infos: Sequence[tuple[int, bytes]],
-    failures: Mapping[int, Failure],
-    generators: Mapping[int, bytes] = NONE,
-    spaces: bytes = b"",
-) -> bytes:
-    """Pack slots with their pickled infos, failures and states of generators; and new spaces."""
-    if not infos and not failures and not generators and not spaces:
-        return b""
-    return pickle.dumps((list(infos), dict(failures), dict(generators), spaces), protocol=5)
-
-
 # --- the trainer's end ------------------------------------------------------------------------
 
 
@@ -199,7 +185,7 @@ def _named(names: bytes) -> Columns:
 
 
 def unpack_extras(payload: bytes) -> tuple[Extras, dict[int, Exception]]:
-    """Unpack what the payload of a reply holds.
+    """Unpack what the payload of a reply holds: numbers, or slots with pickled infos, failures and so on.
 
     Returns:
         What it holds, and for each slot whose info cannot be unpickled here why.

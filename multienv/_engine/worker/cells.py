@@ -18,7 +18,7 @@ from multienv._engine.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_
 from multienv._engine.wire.digests import evidence_of
 from multienv._engine.wire.infos import NUMBERS
 from multienv._engine.wire.rows import Cell, cells, has_rows, leaf_arrays, nested, row_writer, verbatim_writer
-from multienv._engine.worker.failures import pickled, wrong_value
+from multienv._engine.worker.replies import pickled, wrong_value
 
 # Characters of the types of numpy whose items a memoryview can be assigned.
 _ITEMS = "?bBhHiIlLqQfd"
@@ -122,7 +122,7 @@ class Verbatim:
             (self.whole,) = self.leaves
             # Assigning to a memoryview also checks format and shape, twice as fast as asking; one dimension only.
             is_quick = len(space.shape) == 1 and space.dtype.isnative
-            self.cells = [self.whole[0].data if is_quick else _VerbatimCell(self._write)]
+            self.cells = [self.whole[0].data if is_quick else Cell(self._assign, 0)]
 
     def take(self, slot: int, reward: Any, terminated: Any, truncated: Any) -> None:
         """Write a reward, with a tag of its type, and see whether all fits; the observation comes next."""
@@ -145,6 +145,10 @@ class Verbatim:
         self._bank.view[4] = 0
         self.pickled_rows, self.evidence = [pickled("step", transition)], [evidence_of(transition)]
 
+    def _assign(self, slot: int, observation: Any) -> None:
+        if not self._write(observation):
+            raise ValueError
+
     def blank(self, slot: int) -> None:
         """Write the row of an env that has nothing to show: zeros."""
         self._bank.rewards[0], self._bank.view[4], self.pickled_rows = 0.0, 0, None
@@ -155,19 +159,6 @@ class Verbatim:
         """Return the info as it is now, of whatever type."""
         is_plain = type(info) is dict and NUMBERS.issuperset(map(type, info.values()))
         return dict(info) if is_plain else pickled("step", info)
-
-
-class _VerbatimCell:
-    """Takes an array that is assigned to all of it; raises ValueError if it does not fit to the bit."""
-
-    __slots__ = ("_write",)
-
-    def __init__(self, write: Callable[[Any], bool]) -> None:
-        self._write = write
-
-    def __setitem__(self, whole: slice, value: Any) -> None:
-        if not self._write(value):
-            raise ValueError
 
 
 def _number(reward: Any) -> float:

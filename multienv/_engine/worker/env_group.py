@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from time import perf_counter
@@ -29,7 +29,7 @@ from multienv._engine.wire.messages import (
 )
 from multienv._engine.wire.segment import SLOT, Segment
 from multienv._engine.worker import seeding
-from multienv._engine.worker.failures import failure_of, pickled, wrong_result
+from multienv._engine.worker.replies import failure_of, pickled, wrong_result
 from multienv._engine.worker.starts import Starts
 from multienv.errors import UsageError
 
@@ -64,12 +64,11 @@ class EnvGroup:
         self.starts = Starts(self.envs, message.starts, segment, message.generators)
         self.waiting: AbstractSet[int] = frozenset()
         self.raised = False
-        self._steps: list[Step] = []
         self._spaces = [(env.observation_space, env.action_space) for env in self.envs]
         self._new_spaces = b""
         self._ended = [not message.verbatim] * self.slots
-        self.calls: list[Step] = []
-        self.update_calls()
+        self._steps: list[Step] = [env.step for env in self.envs]
+        self.calls: list[Step] = list(map(self._call_of, range(self.slots)))
         for env, draw in zip(envs, message.draws, strict=False):
             seeding.give_generator(env, draw)
 
@@ -96,18 +95,12 @@ class EnvGroup:
     # --- episodes ---------------------------------------------------------------------------------
 
     def update_calls(self) -> None:
-        """Look up each env's ``step``: some envs set it anew, one for each phase."""
-        self._steps = [env.step for env in self.envs]
-        self.calls[:] = [self._call_after_end(slot) if ended else step for slot, (ended, step) in self._each_step()]
-
-    def calls_are_current(self) -> bool:
-        """Tell whether each env's ``step`` is unchanged; called after each request that is not a step."""
+        """Look up each env's ``step``, after a request that is none: some envs set it anew, one for each phase."""
         with contextlib.suppress(Exception):  # code of the user
-            return [env.step for env in self.envs] == self._steps
-        return True
-
-    def _each_step(self) -> Iterable[tuple[int, tuple[bool, Step]]]:
-        return enumerate(zip(self._ended, self._steps, strict=True))
+            steps: list[Step] = [env.step for env in self.envs]
+            if steps != self._steps:
+                self._steps = steps
+                self.calls[:] = map(self._call_of, range(self.slots))
 
     def begin(self, slot: int, **arguments: Any) -> tuple[Any, Any]:
         """Reset the env of a slot; return observation and info.
@@ -132,7 +125,7 @@ class EnvGroup:
         self.starts.count(perf_counter() - began)
         self._look_at_spaces(slot)
         self._ended[slot] = False
-        self.calls[slot] = self._steps[slot]
+        self.calls[slot] = self._call_of(slot)
         return observation, info
 
     def take_spaces(self) -> bytes:
@@ -160,9 +153,11 @@ class EnvGroup:
     def end(self, slot: int) -> None:
         """Note that the episode of a slot has ended."""
         self._ended[slot] = True
-        self.calls[slot] = self._call_after_end(slot)
+        self.calls[slot] = self._call_of(slot)
 
-    def _call_after_end(self, slot: int) -> Step:
+    def _call_of(self, slot: int) -> Step:
+        if not self._ended[slot]:
+            return self._steps[slot]
         return partial(self._begin_by_step, slot) if self.autoreset in {"NEXT_STEP", "SAME_STEP"} else _refuse
 
     def _begin_by_step(self, slot: int, action: Any) -> tuple[Any, float, bool, bool, Any]:

@@ -52,10 +52,9 @@ from multienv._engine.wire.messages import (
 from multienv._engine.wire.segment import BUSY, REPLAYING, SLOT, Segment
 from multienv._engine.worker import seeding
 from multienv._engine.worker.env_group import ASK, EnvGroup, Question
-from multienv._engine.worker.failures import failure_of, pickled
 from multienv._engine.worker.imports import watched_imports
 from multienv._engine.worker.registrations import built
-from multienv._engine.worker.replies import answer, answer_failure
+from multienv._engine.worker.replies import answer, answer_failure, failure_of, pickled
 from multienv._engine.worker.rollouts import RolloutRunner
 from multienv._engine.worker.stepper import Handle, Stepper
 
@@ -131,8 +130,7 @@ class Host:
             if self._group is not None:
                 if is_recorded(message):
                     self._group.starts.count(perf_counter() - began)
-                if not self._group.calls_are_current():
-                    self._group.update_calls()
+                self._group.update_calls()
         except Exception as error:
             answer_failure(self._segment, number, error)
         words[SLOT] = 0
@@ -144,12 +142,9 @@ class Host:
         group, segment = self._envs(), self._segment
         segment.lay_out(layout)
         group.move(segment)
-        self._stepper = self._make_stepper(segment)
+        self._stepper = Stepper(group, segment)
         self.handle = self._stepper.compile(self._handle)
         self._runner = None
-
-    def _make_stepper(self, segment: Segment) -> Stepper:
-        return Stepper(self._envs(), segment)
 
     def _envs(self) -> EnvGroup:
         if self._group is None:
@@ -201,7 +196,7 @@ class Host:
     def _rollout(self, number: int, message: Rollout) -> None:
         group, bank = self._envs(), self._segment.banks[number & 1]
         if self._runner is None:
-            self._runner = RolloutRunner(group, self._segment, self._make_stepper)
+            self._runner = RolloutRunner(group, self._segment)
         skipped = bank.skipped.copy() if bank.view[1] & SKIPPED else np.zeros(group.slots, np.uint8)
         rolled, seconds = self._runner.run(number, message, skipped)
         self._answer(number, rolled, "rollout")

@@ -27,7 +27,7 @@ import struct
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from multienv._engine.wire.banks import OVERHEAD
@@ -211,11 +211,12 @@ class Snapshots:
         began = time.perf_counter()
         try:
             files = []
-            for found in self.census():
+            ours = {*self._descriptors.descriptors(), self.account}
+            for found in census(ours, self._pids, self._standard):
                 if found.obstacle:
                     return found.obstacle
                 files.append(found)
-            ours, theirs = socket.socketpair()
+            channel, theirs = socket.socketpair()
         except OSError:  # no descriptor is left
             return FAILED
         for stream in (sys.stdout, sys.stderr):  # or the copy would write the buffered text again
@@ -226,18 +227,18 @@ class Snapshots:
         try:
             pid = self._fork()
         except OSError:
-            ours.close()
+            channel.close()
             theirs.close()
             return FAILED
         if pid == 0:
-            ours.close()
+            channel.close()
             random.setstate(drawn)
             self._number, self._token = number, token
             self._freeze(theirs, timers, files)
         theirs.close()
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # worker and copy both do this, because either may be first
-        is_announced = self._announce(ANNOUNCEMENT.pack(pid, number, token), ours)
+        is_announced = self._announce(ANNOUNCEMENT.pack(pid, number, token), channel)
         self._pids.add(pid)
         if not token and is_announced:  # what was recorded since the one before is needed no more
             self._segment.words[SNAPSHOT], self._newest = number, pid
@@ -264,10 +265,6 @@ class Snapshots:
                     self._pids.discard(pid)
             except ChildProcessError:  # the env reaps every child it finds
                 self._pids.discard(pid)
-
-    def census(self) -> Iterator[Found]:
-        """Yield what this process has beyond its memory, except what is harmless."""
-        return census({*self._descriptors.descriptors(), self.account}, self._pids, self._standard)
 
     def _drop(self) -> None:
         """End the newest snapshot, because what it would repeat is not only in its memory."""
