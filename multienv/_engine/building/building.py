@@ -140,19 +140,17 @@ def checked_preload(preload: Sequence[str], backend: Backend) -> tuple[str, ...]
     Raises:
         UsageError: They are no names, or ``backend`` cannot preload modules.
     """
-    learns = isinstance(preload, str) and preload == "auto"
-    names = () if learns else preload
-    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names):
+    names = () if preload == "auto" else preload
+    if isinstance(names, str) or not all(isinstance(one, str) for one in names):
         raise UsageError(
             f"preload is {preload!r:.100}; give the names of modules, such as ('robosuite', 'torch'), or 'auto'."
         )
     if preload and not backend.preloads:
-        given = preload if learns else tuple(names)
         raise UsageError(
-            f"preload={given!r:.100} needs workers that are forked beside the trainer: use "
+            f"preload={preload!r:.100} needs workers that are forked beside the trainer: use "
             "context='forkserver', on Linux, not on a cluster."
         )
-    return None if learns else tuple(names)
+    return None if preload == "auto" else tuple(names)
 
 
 def arguments() -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from gymnasium.vector.utils import batch_space
 
 from multienv._engine.wire.banks import HEAD, STEP, STEPPED, U32
 from multienv._engine.wire.messages import call_user_code, dumps
+from multienv._engine.wire.rows import ARRAYS, SOLID
 from multienv.errors import ActionError
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ ARRAY = 8  # + the index of its dtype in DTYPES
 
 DTYPES = tuple(np.dtype(name) for name in ("f4", "f8", "i8", "i4", "i2", "i1", "u1", "u2", "u4", "u8", "?", "f2"))
 _TAG_OF = {dtype: ARRAY + index for index, dtype in enumerate(DTYPES)}
-_ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
 _INTEGER = struct.Struct("<q")
 
 
@@ -56,7 +56,7 @@ def asked_space(space: Any, slots: int, *, verbatim: bool) -> Any:
 
 def number_of(space: Any) -> int:
     """Return how many numbers the array has that an action of this space is; 0: it is no array."""
-    return math.prod(space.shape) if type(space) in _ARRAYS else 0
+    return math.prod(space.shape) if type(space) in ARRAYS else 0
 
 
 def step_head_of(dtype: np.dtype[Any]) -> int:
@@ -81,7 +81,7 @@ def action_encoder(space: spaces.Space[Any], segment: Segment, check: Callable[[
     check = check or partial(misfit, space)
     if type(space) is spaces.Discrete:
         return _integer_encoder(check, segment)
-    if type(space) in _ARRAYS:
+    if type(space) in ARRAYS:
         return _array_encoder(space, check, segment)
     return partial(_encode_any, check, segment)
 
@@ -153,7 +153,7 @@ def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:
     unpack_integer, int64 = _INTEGER.unpack_from, np.int64
     views = [bank.view for bank in segment.banks]
     arrays: dict[int, list[np.ndarray[Any, Any]]] = {}
-    if type(space) in _ARRAYS:
+    if type(space) in ARRAYS:
         assert space.shape is not None
         for index, dtype in enumerate(DTYPES):
             arrays[ARRAY + index] = [np.ndarray(space.shape, dtype, view, HEAD.size) for view in views]
@@ -190,7 +190,7 @@ def misfit(space: spaces.Space[Any], action: Any) -> str:
             return f"The action {shown(action)} is not a tuple of {len(space.spaces)} actions."
         pairs = zip(space.spaces, action, strict=True)
         return next(filter(None, (misfit(member, item) for member, item in pairs)), "")
-    if type(space) not in (spaces.Discrete, *_ARRAYS):
+    if type(space) not in SOLID:
         return ""
     if action is None:
         return f"The action is None; the env's action space is {space}."

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 WriteRow = Callable[[int, Any], None]  # row, observation
 
-_SOLID = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Discrete)
+# Spaces whose values are arrays; and those whose values have a fixed size.
+ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
+SOLID = (*ARRAYS, spaces.Discrete)
 # Channels that are copied one by one where they do not lie beside each other.
 _FEW = 8
 # What an observation that is no dict, or lacks a key, raises when it is asked for the key.
@@ -42,7 +44,7 @@ def has_rows(space: spaces.Space[Any]) -> bool:
     if type(space) is spaces.Tuple:
         return all(map(has_rows, space.spaces))
     dtype = space.dtype
-    return type(space) in _SOLID and dtype is not None and not dtype.hasobject and dtype.char not in "gG"
+    return type(space) in SOLID and dtype is not None and not dtype.hasobject and dtype.char not in "gG"
 
 
 def leaf_spaces(space: Any) -> list[Any]:
@@ -103,7 +105,7 @@ def stacked(space: Any, values: Sequence[Any]) -> Any:
     if isinstance(space, spaces.Tuple) and all(isinstance(value, tuple) for value in values):
         members = enumerate(space.spaces)
         return tuple(stacked(member, [value[index] for value in values]) for index, member in members)
-    if isinstance(space, _SOLID):
+    if isinstance(space, SOLID):
         arrays = [np.asarray(value) for value in values]
         if len({array.shape for array in arrays}) == 1:
             return np.stack(arrays)

@@ -92,17 +92,6 @@ class Segment:
         banks: For even and for odd requests.
     """
 
-    __slots__ = (
-        "_is_mapped",
-        "_long",
-        "_short",
-        "banks",
-        "descriptor",
-        "layout",
-        "times",
-        "words",
-    )
-
     def __init__(self, descriptor: int, *, read_only: bool = False) -> None:
         self.descriptor = descriptor
         if descriptor >= 0 and not read_only and os.fstat(descriptor).st_size < CONTROL_SIZE:

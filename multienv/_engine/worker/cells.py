@@ -11,19 +11,17 @@ from itertools import repeat
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 
 from multienv._engine.wire.banks import Bank
 from multienv._engine.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_TAGS
 from multienv._engine.wire.digests import evidence_of
 from multienv._engine.wire.infos import NUMBERS
-from multienv._engine.wire.rows import Cell, cells, has_rows, leaf_arrays, nested, row_writer, verbatim_writer
+from multienv._engine.wire.rows import ARRAYS, Cell, cells, has_rows, leaf_arrays, nested, row_writer, verbatim_writer
 from multienv._engine.worker.replies import pickled, wrong_value
 
 # Characters of the types of numpy whose items a memoryview can be assigned.
 _ITEMS = "?bBhHiIlLqQfd"
 _WHOLE = slice(None)
-_ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
 _FLAGS = (bool, np.bool_)
 
 
@@ -118,7 +116,7 @@ class Verbatim:
         if has_rows(space):
             self.leaves = leaf_arrays(space, bank, verbatim=True)
             self._write = verbatim_writer(space, self.leaves)
-        if self.leaves and type(space) in _ARRAYS:
+        if self.leaves and type(space) in ARRAYS:
             (self.whole,) = self.leaves
             # Assigning to a memoryview also checks format and shape, twice as fast as asking; one dimension only.
             is_quick = len(space.shape) == 1 and space.dtype.isnative

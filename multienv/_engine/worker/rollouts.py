@@ -35,7 +35,7 @@ from multienv._engine.wire.banks import (
 )
 from multienv._engine.wire.codecs import Codec, payload_of
 from multienv._engine.wire.messages import BEGINNING, Rollout, RolloutResult
-from multienv._engine.wire.rows import batch_of, nested, stacked
+from multienv._engine.wire.rows import SOLID, batch_of, nested, stacked
 from multienv._engine.wire.segment import BUSY, OTHER_SECONDS, SLOT, Segment
 from multienv._engine.worker.env_group import EnvGroup
 from multienv._engine.worker.replies import answer_failure, failure_of, pickled
@@ -43,7 +43,6 @@ from multienv._engine.worker.stepper import Stepper
 from multienv.errors import ActionError
 
 Array = np.ndarray[Any, Any]
-_SOLID = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
 
 
 class RolloutRunner:
@@ -158,7 +157,7 @@ class RolloutRunner:
         if type(chosen) is tuple and len(chosen) == 2 and isinstance(chosen[1], dict):
             chosen, extras = chosen
         space, slots, verbatim = self._group.action_space, self._group.slots, self._group.verbatim
-        if not verbatim and type(space) in _SOLID:
+        if not verbatim and type(space) in SOLID:
             chosen = np.asarray(chosen)
             if type(space) is spaces.Discrete and (chosen.shape != (slots,) or chosen.dtype.kind not in "iub"):
                 raise ActionError(

@@ -30,8 +30,6 @@ class EpisodeCount:
         begun: How many have begun.
     """
 
-    __slots__ = ("begun",)
-
     def __init__(self) -> None:
         self.begun = 0
 

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import utils
 
 from multienv._engine.native import native
@@ -37,6 +36,7 @@ from multienv._engine.wire.codecs import REWARD_TAGS
 from multienv._engine.wire.digests import MARK, digester, evidence_of, pack_evidence
 from multienv._engine.wire.infos import InfoPacker
 from multienv._engine.wire.messages import Failure, Reset
+from multienv._engine.wire.rows import ARRAYS
 from multienv._engine.wire.segment import BUSY, REPLY_PAYLOAD, SLOT, Segment
 from multienv._engine.worker.cells import Cast, Verbatim
 from multienv._engine.worker.env_group import EnvGroup
@@ -63,7 +63,7 @@ class Stepper:
     def __init__(self, group: EnvGroup, segment: Segment) -> None:
         self._group, self._segment = group, segment
         self._asked_space = asked_space(group.action_space, group.slots, verbatim=group.verbatim)
-        self._is_array = type(self._asked_space) in (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
+        self._is_array = type(self._asked_space) in ARRAYS
         self._decode = action_decoder(self._asked_space, segment)
         self._packer = InfoPacker(group.slots)
         self._replies = [_Reply(group, bank) for bank in segment.banks]
