@@ -1319,8 +1319,12 @@ MUTANTS = [
         "Equal arrays of two envs are one: what one env writes shows in the other.",
         6,
         "shared_pickle:SharedPickle.load",
-        "used[place] += 1",
-        "",
+        "[mapped_file(descriptor, size, offset, mmap.MAP_PRIVATE) for offset, size in self.places]",
+        """
+        [*map({
+            (offset, size): mapped_file(descriptor, size, offset, mmap.MAP_PRIVATE) for offset, size in self.places
+        }.get, self.places)]
+        """,
         ("tests/contract/test_shared_data.py",),
     ),
     # --- 7: nothing left behind -------------------------------------------------------------------

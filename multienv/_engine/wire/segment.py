@@ -230,7 +230,14 @@ class Segment:
 
 
 def _mapped(descriptor: int, size: int) -> memoryview:
-    """Map the beginning of the file; -1: memory of this process alone, which a forked snapshot does not share.
+    """Map the beginning of the file; -1: memory of this process alone, which a forked snapshot does not share."""
+    if descriptor < 0:
+        return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))
+    return mapped_file(descriptor, size)
+
+
+def mapped_file(descriptor: int, size: int, offset: int = 0, flags: int = mmap.MAP_SHARED) -> memoryview:
+    """Map a part of a file, for reading and writing. Raises OSError.
 
     The mapping goes with the last view of it, and needs no descriptor: ``mmap.mmap`` duplicates the one that it is
     given, and keeps it (always until Python 3.13), which were two of five that a worker cost its trainer.
@@ -238,14 +245,12 @@ def _mapped(descriptor: int, size: int) -> memoryview:
     The file takes the place of memory without a file, which Python unmaps. A weakref would unmap it too early: of
     garbage in a cycle Python calls weakrefs first, and then the finalizers, which still look into the memory.
     """
-    if descriptor < 0:
-        return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))
     if _libc is None:
-        return memoryview(mmap.mmap(descriptor, size))
-    memory = mmap.mmap(-1, size)
+        return memoryview(mmap.mmap(descriptor, size, flags, offset=offset))
+    memory = mmap.mmap(-1, size, flags)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    flags = mmap.MAP_SHARED | _MAP_FIXED
-    if _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) == _FAILED:
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc.mmap(address, size, protection, flags | _MAP_FIXED, descriptor, offset) == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return memoryview(memory)

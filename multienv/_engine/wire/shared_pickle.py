@@ -13,14 +13,13 @@ import os
 import pickle
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from multienv._engine.interrupts import finalizer
 from multienv._engine.threads import Lock
 from multienv._engine.wire.reducers import PickledCall
-from multienv._engine.wire.segment import anonymous_file
+from multienv._engine.wire.segment import anonymous_file, mapped_file
 from multienv.errors import ClosedError
 
 # What the kernel's lists of descriptors and mappings call the file; a segment has another name.
@@ -144,25 +143,13 @@ class SharedPickle:
     def load(self, descriptor: int) -> Any:
         """Unpickle, in a worker, from the file that it was handed. The buffers are private copies, made page by page.
 
+        Parts at one place are mapped once each: a write to one must not show in the other.
+
         Raises:
             OSError: The file cannot be mapped.
             Exception: What unpickling raises: it runs code of the user.
         """
-        first = min(offset for offset, _ in self.places)
-        end = max(offset + size for offset, size in self.places)
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        # Few mappings, because until Python 3.13 each has a descriptor of its own: one for all parts; and another one
-        # where several lie at the same place, because a write to one must not show in the other.
-        memory: list[memoryview] = []
-        used: Counter[Place] = Counter()
-        parts = []
-        for place in self.places:
-            if used[place] == len(memory):
-                mapping = mmap.mmap(descriptor, end - first, mmap.MAP_PRIVATE, access, offset=first)
-                memory.append(memoryview(mapping))
-            start = place[0] - first
-            parts.append(memory[used[place]][start : start + place[1]])
-            used[place] += 1
+        parts: list[Any] = [mapped_file(descriptor, size, offset, mmap.MAP_PRIVATE) for offset, size in self.places]
         return _unpickled(*self._split(parts))
 
     def again(self) -> SharedPickle:
