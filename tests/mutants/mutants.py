@@ -1439,8 +1439,8 @@ MUTANTS = [
         "The file that workers share stays open when the last of them is closed.",
         7,
         "shared_pickle:SharedPickle.close",
-        "not file.users",
-        "file.users",
+        "self._file = None",
+        "",
         ("tests/contract/test_shared_data.py",),
     ),
     # --- 8: Ctrl-C is the trainer's ---------------------------------------------------------------

@@ -141,7 +141,7 @@ def checked_preload(preload: Sequence[str], backend: Backend) -> tuple[str, ...]
         UsageError: They are no names, or ``backend`` cannot preload modules.
     """
     names = () if preload == "auto" else preload
-    if isinstance(names, str) or not all(isinstance(one, str) for one in names):
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names):
         raise UsageError(
             f"preload is {preload!r:.100}; give the names of modules, such as ('robosuite', 'torch'), or 'auto'."
         )

@@ -108,13 +108,6 @@ def _row_digests(leaf: Array) -> Callable[[], Array]:
     return digests
 
 
-def digest_of_memory(memory: Array) -> int:
-    """Return the digest of a contiguous array's bytes, a number of 64 bits."""
-    shown = np.zeros(1, np.uint64)
-    digester(shown, [memory.reshape(1, -1)])()
-    return int(shown[0])
-
-
 # --- values -----------------------------------------------------------------------------------
 
 
@@ -226,7 +219,9 @@ def _parts_of_array(array: Array) -> Iterator[bytes]:
     elif array.nbytes < _LONG:
         yield array.tobytes()
     else:
-        yield digest_of_memory(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).to_bytes(8, "little")
+        digest = np.zeros(1, np.uint64)
+        digester(digest, [np.ascontiguousarray(array).reshape(1, -1)])()
+        yield digest.tobytes()
 
 
 _Parts = Callable[[Any], Iterator[bytes]]

@@ -32,22 +32,20 @@ Place = tuple[int, int]
 _CHUNK = 2**16
 # A part may be in the file already if its size and so many bytes at both of its ends are equal.
 _SAMPLE = 4096
-# Held while parts are placed, and while a file is let go of. Reentrant: a finalizer may do the latter anywhere.
+# Held while parts are placed.
 _lock = Lock()
 _files: weakref.WeakSet[SharedFile] = weakref.WeakSet()
 
 
 class SharedFile:
-    """Holds parts of pickles, equal ones once; no part can be added once it is sealed.
+    """Holds parts of pickles, equal ones once; no part can be added once it is sealed. Open as long as it is used.
 
     Attributes:
         descriptor: The file; -1 once it is closed.
-        users: What keeps it open: see :class:`SharedPickle`.
     """
 
     def __init__(self) -> None:
         self.descriptor = anonymous_file(DATA_NAME)
-        self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self._places: dict[tuple[int, int], list[Place]] = {}
         self._end = 0
         self._is_sealed = False
@@ -59,6 +57,11 @@ class SharedFile:
             seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
             with contextlib.suppress(OSError):  # EBUSY: the kernel uses a page; the seals are a precaution
                 fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+
+    def place_all(self, parts: Sequence[memoryview]) -> tuple[Place, ...] | None:
+        """Return where the file holds these parts; ``None``: not all of them, and they cannot be added."""
+        places = [place for place in map(self.place, parts) if place is not None]
+        return tuple(places) if len(places) == len(parts) else None
 
     def place(self, part: memoryview) -> Place | None:
         """Return where the file holds these bytes; they are added if need be, and ``None`` returned if they cannot.
@@ -115,19 +118,9 @@ class SharedPickle:
 
     def __init__(self, data: bytes, places: Sequence[Place], file: SharedFile | None = None) -> None:
         self.data, self.places, self._file = data, tuple(places), file
-        if file is not None:
-            file.users.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedPickle, (self.data, self.places)
-
-    def place(self, parts: Sequence[memoryview]) -> bool:
-        """Place these parts in the file; tell whether it could take all of them."""
-        file = self._file
-        assert file is not None
-        places = [file.place(part) for part in parts] if file.descriptor >= 0 else [None]
-        self.places = tuple(place for place in places if place is not None)
-        return len(self.places) == len(places)
 
     def handed(self) -> int:
         """Return the descriptor of the file, to be handed to a worker; from now on the file does not change.
@@ -173,12 +166,7 @@ class SharedPickle:
 
     def close(self) -> None:
         """Release the file, which is closed with its last user. Again does nothing."""
-        with _lock:
-            file, self._file = self._file, None
-            if file is not None:
-                file.users.discard(self)
-                if not file.users:
-                    file.close()
+        self._file = None
 
 
 def _unpickled(data: Any, buffers: list[Any]) -> Any:
@@ -203,15 +191,12 @@ def share(data: bytes, buffers: Sequence[memoryview]) -> SharedPickle:
         data = b""
     with _lock:
         for file in list(_files):
-            shared = SharedPickle(data, (), file)  # a user from here on: nothing closes the file meanwhile
-            if shared.place(parts):
-                return shared
-            shared.close()
+            places = file.place_all(parts)
+            if places is not None:
+                return SharedPickle(data, places, file)
         made = SharedFile()
         _files.add(made)
-        shared = SharedPickle(data, (), made)
-        shared.place(parts)
-        return shared
+        return SharedPickle(data, made.place_all(parts) or (), made)
 
 
 def _forget() -> None:
@@ -220,6 +205,7 @@ def _forget() -> None:
     _lock = Lock()
     for file in list(_files):
         file.close()
+    _files.clear()
 
 
 if hasattr(os, "register_at_fork"):

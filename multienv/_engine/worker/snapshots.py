@@ -69,8 +69,6 @@ _LEAST_MULTIPLE = 100
 _OBSTACLE_FACTOR = 4
 # Part of the journal that requests may fill until the next one is due; it is taken after twice as many at the latest.
 _PART_OF_JOURNAL = 0.25
-# If snapshots are fewer steps apart than this, each step is checked for whether one is due.
-_OFTEN = 64
 _PR_SET_PDEATHSIG = 1
 _STDERR = 2
 # A snapshot is woken when its parent is dead, or about to be; seconds.
@@ -136,7 +134,7 @@ class Snapshots:
     @property
     def watches_all(self) -> bool:
         """Tell whether :meth:`consider` is to be called after each step."""
-        return 0 < self._every <= _OFTEN
+        return self._every > 0
 
     def begin(self, every: int, *, at_once: bool = False, journal: int = 0) -> None:
         """Plan snapshots.

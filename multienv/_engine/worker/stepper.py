@@ -215,7 +215,8 @@ class Stepper:
         observation, reward, terminated, truncated, info = result
         if self._group.autoreset != "SAME_STEP":
             return observation, info
-        reply.note_final(slot, observation)
+        assert reply.bank.finals is not None
+        reply.bank.finals[slot] = int.from_bytes(evidence_of(observation)[: len(MARK)], "little")
         data = pickled("step", (observation, reward, bool(terminated), bool(truncated), info))
         final_observation, _, _, _, final_info = pickle.loads(data)  # the env may change its own in reset()
         try:
@@ -258,7 +259,8 @@ class Stepper:
     def _note_failure(self, reply: _Reply, slot: int, failure: Failure, failures: Failures) -> None:
         self._group.end(slot)
         reply.blank(slot)
-        reply.note_failure(slot)
+        reply.flags |= RAISED
+        reply.bank.failed[slot] = True
         failures[slot] = failure
 
     # --- replies ----------------------------------------------------------------------------------
@@ -319,16 +321,6 @@ class _Reply:
         """Set the flags of an env whose episode has ended."""
         self.flags |= ENDED
         self.bank.terminated[slot], self.bank.truncated[slot] = terminated, truncated
-
-    def note_final(self, slot: int, observation: Any) -> None:
-        """Write a digest of an observation that ended an episode, if the next one begins in the same step."""
-        assert self.bank.finals is not None
-        self.bank.finals[slot] = int.from_bytes(evidence_of(observation)[: len(MARK)], "little")
-
-    def note_failure(self, slot: int) -> None:
-        """Set the flag of an env that has raised."""
-        self.flags |= RAISED
-        self.bank.failed[slot] = True
 
     def clear_flags(self) -> None:
         """Unset flags and final digests of all envs: an earlier request, or the trainer, may have set some."""
