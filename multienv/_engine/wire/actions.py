@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space
 
 from multienv._engine.wire.banks import HEAD, STEP, STEPPED, U32
 from multienv._engine.wire.messages import call_user_code, dumps
@@ -49,11 +48,6 @@ def _step_head(tag: int) -> int:
 INT_STEP, INT64_STEP = _step_head(INT), _step_head(INT64)
 
 
-def asked_space(space: Any, slots: int, *, verbatim: bool) -> Any:
-    """Return the space of what one step asks, given that of one env: of a batch, all its actions."""
-    return space if verbatim else batch_space(space, slots)
-
-
 def number_of(space: Any) -> int:
     """Return how many numbers the array has that an action of this space is; 0: it is no array."""
     return math.prod(space.shape) if type(space) in ARRAYS else 0
@@ -70,15 +64,14 @@ def action_bytes(space: spaces.Space[Any]) -> int:
     return 8 if type(space) is spaces.Discrete else 8 * number_of(space)
 
 
-def action_encoder(space: spaces.Space[Any], segment: Segment, check: Callable[[Any], str] | None = None) -> Encode:
+def action_encoder(space: spaces.Space[Any], segment: Segment, check: Callable[[Any], str]) -> Encode:
     """Return the function that writes a step with an action of this space, which may be that of a batch.
 
     Args:
         space: The action space.
         segment: Where it writes.
-        check: Tells what is wrong with an action, or returns ``""``; ``None``: :func:`misfit`.
+        check: Tells what is wrong with an action, or returns ``""``.
     """
-    check = check or partial(misfit, space)
     if type(space) is spaces.Discrete:
         return _integer_encoder(check, segment)
     if type(space) in ARRAYS:

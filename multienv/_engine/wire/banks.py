@@ -193,25 +193,23 @@ def entry_of(bank: Bank, request_payload: bytes, evidence: bytes) -> bytes:
         request_payload: What the request carries beside it.
         evidence: Of what the reply carries beside it instead of observations; ``b""``: nothing.
     """
-    record, layout = bank.record, bank.layout
-    tag, reply_kind, flags = record[1:4]
+    record, layout = bytearray(bank.record), bank.layout
     if is_plain(record):
         return bytes(record)
-    parts = [
-        bytes(record[: HEAD.size]),
-        bytes(record[HEAD.size : layout.skipped]) if tag & ~SKIPPED else bytes(layout.skipped - HEAD.size),
-        bytes(record[layout.skipped : layout.rewards]) if tag & SKIPPED else bytes(layout.rewards - layout.skipped),
-        bytes(record[layout.rewards : layout.shown]) if reply_kind == STEPPED else bytes(layout.shown - layout.rewards),
-        bytes(record[layout.shown :])
-        if reply_kind == STEPPED and not flags & PICKLED_ROWS
-        else bytes(layout.end - layout.shown),
-    ]
-    head = bytearray(parts[0])
-    LENGTH.pack_into(head, PICKLED_AT, len(evidence))
-    return Entry(bytes(head) + b"".join(parts[1:]), request_payload, evidence).packed()
+    tag, has_rows, has_pickled_rows = record[1], record[2] == STEPPED, record[3] & PICKLED_ROWS
+    for is_used, begin, end in (
+        (tag & ~SKIPPED, HEAD.size, layout.skipped),
+        (tag & SKIPPED, layout.skipped, layout.rewards),
+        (has_rows, layout.rewards, layout.shown),
+        (has_rows and not has_pickled_rows, layout.shown, layout.end),
+    ):
+        if not is_used:
+            record[begin:end] = bytes(end - begin)
+    LENGTH.pack_into(record, PICKLED_AT, len(evidence))
+    return Entry(bytes(record), request_payload, evidence).packed()
 
 
-def is_plain(record: bytes | memoryview) -> bool:
+def is_plain(record: bytes | bytearray | memoryview) -> bool:
     """Tell whether an entry is a step, or a reset, without payload: its length is that of the record."""
     kind, tag, reply_kind, flags = record[:4]
     is_laid_out = kind == BEGIN or (kind == STEP and tag & ~SKIPPED != 0)

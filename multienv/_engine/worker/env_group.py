@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import gymnasium
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
+from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import (
     Build,
     Call,
@@ -45,6 +46,7 @@ class EnvGroup:
         segment: Of the worker: its control words say which slot is called.
 
     Attributes:
+        codec: Says how their steps lie in banks.
         starts: Resets at which a replay can begin.
         waiting: Slots that take no part in a replay yet.
         raised: In the last call of :meth:`ask` the env of a slot that is not in ``waiting`` has raised.
@@ -58,8 +60,8 @@ class EnvGroup:
         self.verbatim = message.verbatim
         self.autoreset = message.autoreset
         self.truncates_errors = message.truncates_errors
-        self.observation_space = envs[0].observation_space if message.space is None else message.space
-        self.action_space = envs[0].action_space
+        self.codec = Codec(self.describe(), message.verbatim, message.space, message.autoreset)
+        self.observation_space, self.action_space = self.codec.space, self.codec.action_space
         self.words = segment.words
         self.starts = Starts(self.envs, message.starts, segment, message.generators)
         self.waiting: AbstractSet[int] = frozenset()

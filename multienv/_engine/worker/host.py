@@ -35,7 +35,7 @@ from multienv._engine.wire.banks import (
     is_plain,
     split_entries,
 )
-from multienv._engine.wire.codecs import layout_of_envs, payload_of
+from multienv._engine.wire.codecs import payload_of
 from multienv._engine.wire.messages import (
     BEGINNING,
     Build,
@@ -178,16 +178,13 @@ class Host:
                 return
         segment.words[SLOT] = 0
         group = EnvGroup(envs, message, segment)
-        layout = layout_of_envs(
-            group.verbatim, group.observation_space, group.action_space, group.slots, group.autoreset
-        )
         # The reply lies in the small bank: the trainer knows no other yet.
         seconds = perf_counter() - began
         imports, code = imports_since(), self._code(began_at)
         described = replace(group.describe(), seconds=seconds, imports=imports, code=code)
         self._answer(number, described, "its constructor (spaces, metadata, spec)")
         self._group = group
-        self._lay_out(layout)
+        self._lay_out(group.codec.layout)
 
     def _reset(self, number: int, message: Reset) -> None:
         assert self._stepper is not None

@@ -17,7 +17,7 @@ import cloudpickle
 import numpy as np
 from gymnasium import spaces
 
-from multienv._engine.wire.actions import PICKLED, action_decoder, action_encoder, asked_space, shown
+from multienv._engine.wire.actions import PICKLED, action_decoder, shown
 from multienv._engine.wire.banks import (
     BEGIN,
     BEGUN,
@@ -33,7 +33,7 @@ from multienv._engine.wire.banks import (
     U32,
     Bank,
 )
-from multienv._engine.wire.codecs import Codec, payload_of
+from multienv._engine.wire.codecs import payload_of
 from multienv._engine.wire.messages import BEGINNING, Rollout, RolloutResult
 from multienv._engine.wire.rows import SOLID, batch_of, nested, stacked
 from multienv._engine.wire.segment import BUSY, OTHER_SECONDS, SLOT, Segment
@@ -58,10 +58,9 @@ class RolloutRunner:
         stepper = Stepper(group, self._aside)
         self._reset = stepper.reset
         self._handle = stepper.compile(self._begin)
-        asked = asked_space(group.action_space, group.slots, verbatim=group.verbatim)
-        self._encode, self._decode = action_encoder(asked, self._aside), action_decoder(asked, self._aside)
-        self._codec = Codec(group.describe(), group.verbatim, group.observation_space)
-        rows = [] if group.verbatim else self._codec.shown(self._aside)
+        self._encode = group.codec.encoder(self._aside)
+        self._decode = action_decoder(group.codec.asked_space, self._aside)
+        rows = [] if group.verbatim else group.codec.shown(self._aside)
         self._leaves: list[list[Array]] = [each.leaves for each in rows]
         self._pickled_rows: list[bytes | None] = []  # for each slot of what was shown last
         self._seconds = 0.0
@@ -216,7 +215,7 @@ class RolloutRunner:
         """Return what the answer to a request showed, as the policy gets it, which may change it."""
         space = self._group.observation_space
         if self._group.verbatim:
-            return self._codec.observation(self._aside, number, self._pickled_rows[0])
+            return self._group.codec.observation(self._aside, number, self._pickled_rows[0])
         if self._leaves[0]:
             return nested(space, [leaf.copy() for leaf in self._leaves[number & 1]])
         return batch_of(space, [pickle.loads(one) for one in self._pickled_rows if one is not None])

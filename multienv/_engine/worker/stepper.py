@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.vector import utils
 
 from multienv._engine.native import native
-from multienv._engine.wire.actions import action_decoder, asked_space
+from multienv._engine.wire.actions import action_decoder
 from multienv._engine.wire.banks import (
     BEGUN,
     ENDED,
@@ -62,9 +62,7 @@ class Stepper:
 
     def __init__(self, group: EnvGroup, segment: Segment) -> None:
         self._group, self._segment = group, segment
-        self._asked_space = asked_space(group.action_space, group.slots, verbatim=group.verbatim)
-        self._is_array = type(self._asked_space) in ARRAYS
-        self._decode = action_decoder(self._asked_space, segment)
+        self._decode = action_decoder(group.codec.asked_space, segment)
         self._packer = InfoPacker(group.slots)
         self._replies = [_Reply(group, bank) for bank in segment.banks]
 
@@ -77,7 +75,8 @@ class Stepper:
             otherwise: Executes a request that is not a step.
         """
         segment, group, rest, finish, decode = self._segment, self._group, self._rest, self._finish, self._decode
-        space, is_array = self._asked_space, self._is_array
+        space = group.codec.asked_space
+        is_array = type(space) in ARRAYS
         words, calls, ndarray, tags, verbatim = segment.words, group.calls, np.ndarray, _PLAIN_REWARDS, group.verbatim
         slots, marks = range(group.slots), range(1, group.slots + 1)
         targets: list[tuple[Any, ...]] = [
