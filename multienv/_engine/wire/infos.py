@@ -54,6 +54,10 @@ class Columns:
         self.row = struct.Struct(f"={self.formats}")
         self._is_plain = _PLAIN.issuperset(types)
 
+    def described(self, head: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes, bytes]:
+        """Return what native code needs to know of infos that have ``head`` before their numbers."""
+        return self.keys, self.types, "".join([_FORMATS[kind][0] for kind in self.types]).encode(), head
+
     def info(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return an info, each value of the type that it had."""
         if self._is_plain:
@@ -161,14 +165,10 @@ class InfoPacker:
         if len(named) > 0xFFFF:
             return False
         head = _HEAD.pack(_NUMBERS, len(named), self._slots) + named
-        columns = names, tuple(own), _format_of_each(own), head
-        pack = struct.Struct("=" + Columns(names, tuple(own)).formats * self._slots).pack
-        self.columns, self._pack, self._keys, self._types = columns, pack, keys, types
+        columns = Columns(names, tuple(own))
+        pack = struct.Struct("=" + columns.formats * self._slots).pack
+        self.columns, self._pack, self._keys, self._types = columns.described(head), pack, keys, types
         return True
-
-
-def _format_of_each(types: Sequence[type]) -> bytes:
-    return "".join([_FORMATS[kind][0] for kind in types]).encode()
 
 
 # --- the trainer's end ------------------------------------------------------------------------
@@ -210,9 +210,7 @@ def described(payload: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes,
     if payload[0] != _NUMBERS:
         return None
     infos = NumberInfos.of(payload)
-    head = payload[: len(payload) - len(infos.rows)]
-    columns = infos.columns
-    return columns.keys, columns.types, _format_of_each(columns.types), head, columns
+    return *infos.columns.described(payload[: len(payload) - len(infos.rows)]), infos.columns
 
 
 def numbers_in(payload: bytes) -> NumberInfos | None:

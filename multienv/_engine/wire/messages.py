@@ -329,19 +329,9 @@ class Close:
     """Close the envs and end the process."""
 
 
-Message = (
-    Build
-    | Reset
-    | Call
-    | GetAttribute
-    | IsWrapped
-    | SetAttribute
-    | KeepSnapshot
-    | GetGenerators
-    | Replay
-    | Rollout
-    | Close
-)
+# What each env of some slots is asked.
+Question = Call | GetAttribute | SetAttribute | IsWrapped
+Message = Build | Reset | Question | KeepSnapshot | GetGenerators | Replay | Rollout | Close
 # What may change an env for longer than an episode: the journal keeps these, and they are repeated in new envs.
 CALLS = (SetAttribute, Call)
 

@@ -26,6 +26,7 @@ from multienv._engine.wire.messages import (
     GetAttribute,
     IsWrapped,
     Method,
+    Question,
     SetAttribute,
 )
 from multienv._engine.wire.segment import SLOT, Segment
@@ -231,7 +232,6 @@ def _is_method(value: Any) -> bool:
     )
 
 
-Question = Call | GetAttribute | SetAttribute | IsWrapped
 # Answers a question for one env, given its index in the slots that are asked.
 ASK: dict[type, Callable[[Any, int, Any], Any]] = {
     Call: _call,

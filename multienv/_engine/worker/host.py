@@ -43,6 +43,7 @@ from multienv._engine.wire.messages import (
     GetGenerators,
     KeepSnapshot,
     Message,
+    Question,
     Replay,
     Reset,
     Rollout,
@@ -51,7 +52,7 @@ from multienv._engine.wire.messages import (
 )
 from multienv._engine.wire.segment import BUSY, REPLAYING, SLOT, Segment
 from multienv._engine.worker import seeding
-from multienv._engine.worker.env_group import ASK, EnvGroup, Question
+from multienv._engine.worker.env_group import ASK, EnvGroup
 from multienv._engine.worker.imports import watched_imports
 from multienv._engine.worker.registrations import built
 from multienv._engine.worker.replies import answer, answer_failure, failure_of, pickled

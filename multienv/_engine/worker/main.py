@@ -134,7 +134,7 @@ def _live(descriptors: WorkerDescriptors, make_host: MakeHost) -> None:
                 snapshots.go_on(segment, descriptors)
                 segment.words[REPLY] = number  # tells the trainer that it is up
                 _wake(descriptors.wake_socket)
-            affinity = Affinity.of_this_process(segment.words)
+            affinity = Affinity(segment.words)
             snapshots.account = affinity.account
             _serve(descriptors.wake_socket, host, segment, snapshots, forks, affinity)
             break
