@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
-import random
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -403,8 +403,7 @@ def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
 
 
 def _draws(slots: int) -> tuple[int, ...]:
-    generator = random.SystemRandom()
-    return tuple(generator.getrandbits(64) for _ in range(slots))
+    return tuple(secrets.randbits(64) for _ in range(slots))
 
 
 def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle:
