@@ -16,6 +16,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from multienv._engine.interrupts import finalizer
 from multienv._engine.threads import Lock
 from multienv._engine.wire.reducers import PickledCall
@@ -29,7 +31,6 @@ LARGE = 2**16
 # Where a part lies, and how many bytes it has.
 Place = tuple[int, int]
 
-_CHUNK = 2**16
 # A part may be in the file already if its size and so many bytes at both of its ends are equal.
 _SAMPLE = 4096
 # Held while parts are placed.
@@ -86,12 +87,9 @@ class SharedFile:
         return place
 
     def _holds(self, place: Place, part: memoryview) -> bool:
-        """Compare; piece by piece, because a memoryview itself compares item by item, ten times as slowly."""
+        """Compare, with numpy: a memoryview itself compares item by item, ten times as slowly."""
         offset, size = place
-        return all(
-            os.pread(self.descriptor, _CHUNK, offset + at)[: size - at] == part[at : at + _CHUNK].tobytes()
-            for at in range(0, size, _CHUNK)
-        )
+        return np.array_equal(mapped_file(self.descriptor, size, offset, mmap.MAP_PRIVATE), part)
 
     def close(self) -> None:
         """Close the descriptor. Again does nothing."""
