@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from multienv._engine.asking.calls import call_message, refuse_copy
 from multienv._engine.building.building import WorkerOptions, checked_env_fn
-from multienv._engine.worker.failures import pickled
+from multienv._engine.worker.replies import pickled
 from multienv.config import takes_options_of
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of
 from multienv.events import Statistics

@@ -92,7 +92,7 @@ class Rerun:
         self._segment = Segment(-1)
         self._description: Description
         builders = [partial(self._build_one, env_fn) for env_fn in env_fns]
-        self._host = Host(self._segment, env_fns=builders, on_keep=self._begin_request)
+        self._host = Host(self._segment, load=lambda _: builders, on_keep=self._begin_request)
 
     def _build_one(self, env_fn: EnvFn) -> Any:
         env = env_fn()

@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium
 
-from multienv._engine.worker.episode_count import EpisodeCount
+from multienv._engine.worker.seeding import EpisodeCount
 
 
 class ResetWith(gymnasium.Wrapper[Any, Any, Any, Any]):

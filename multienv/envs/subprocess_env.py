@@ -28,7 +28,7 @@ from multienv._engine.recovery.rollouts import RolloutReply
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import Transition
-from multienv._engine.wire.messages import GetAttribute, Message, Method, Render, Reset, SetAttribute, reset_of_one
+from multienv._engine.wire.messages import Call, GetAttribute, Message, Method, Reset, SetAttribute, reset_of_one
 from multienv.config import checked_seed, takes_options_of
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
@@ -231,7 +231,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         """
         if self._supervisor.state.process is Process.NONE and self._frame is not None:
             return self._frame
-        self._frame = self._calls.ask("render", Render())
+        self._frame = self._calls.ask("render", Call("render"))
         return self._frame
 
     # --- branching and checkpoints ----------------------------------------------------------------

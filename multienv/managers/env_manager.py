@@ -16,7 +16,7 @@ import numpy as np
 
 from multienv._engine.asking.calls import call_message, refuse_copy
 from multienv._engine.building.building import EnvFn, WorkerEnv, WorkerOptions, listed_env_fns
-from multienv._engine.wire.messages import GetAttribute, Message, Method, Render, SetAttribute
+from multienv._engine.wire.messages import Call, GetAttribute, Message, Method, SetAttribute
 from multienv.config import RayOptions, RestartPolicy, checked_seed
 from multienv.envs.subprocess_env import SubprocessEnv, SupervisedEnv, close_all, initialize_all, supervisor_of
 from multienv.errors import (
@@ -364,7 +364,7 @@ class EnvManager:
     @property
     def ready_imgs(self) -> dict[int, Any]:
         """Render the envs that can be stepped now."""
-        return self._call("ready_imgs", "render", Render(), self.ready_env)
+        return self._call("ready_imgs", "render", Call("render"), self.ready_env)
 
     @property
     def done(self) -> bool:
@@ -402,7 +402,7 @@ class EnvManager:
 
     def render(self) -> list[Any]:
         """Render every env and return a list by id. Waits and raises as :meth:`call` does."""
-        return self._call_all("render()", "render", Render())
+        return self._call_all("render()", "render", Call("render"))
 
     def _call_all(self, what: str, name: str, message: Message) -> list[Any]:
         return list(self._call(what, name, message, range(self.env_num)).values())

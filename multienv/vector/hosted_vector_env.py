@@ -36,7 +36,7 @@ from multienv._engine.processes.endings import close_together
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import RowsReply
-from multienv._engine.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
+from multienv._engine.wire.messages import Call, GetAttribute, IsWrapped, Message, Method, Reset, SetAttribute
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
 from multienv.errors import (
     ClosedError,
@@ -809,11 +809,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """
         lost = [worker.state.process is Process.NONE for worker in self._workers]
         lacks = [env for rows, one in zip(self._slices, lost, strict=True) if one for env in range(self.num_envs)[rows]]
+        render = partial(Call, "render", (), None)
         if not lacks or not self._frames:
-            self._frames = self._ask("render", Render)
+            self._frames = self._ask("render", render)
             return self._frames
         drawn = [env for env in range(self.num_envs) if env not in lacks]
-        found = dict(zip(drawn, self._ask("render", Render, drawn) if drawn else (), strict=True))
+        found = dict(zip(drawn, self._ask("render", render, drawn) if drawn else (), strict=True))
         self._frames = tuple(found.get(env, frame) for env, frame in enumerate(self._frames))
         return self._frames
 

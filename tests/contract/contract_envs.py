@@ -22,7 +22,7 @@ from gymnasium import spaces, wrappers
 
 from kit import CounterEnv, MemoryEnv, SpaceEnv, TokenSpace, example_spaces
 from multienv import ResetWith
-from multienv._engine.wire.shared_file import DATA_NAME
+from multienv._engine.wire.shared_pickle import DATA_NAME
 
 SLOW, HANGS, HANGS_ONCE = 1, 2, 3  # actions of an UnevenEnv
 

@@ -17,7 +17,7 @@ from multienv import (
     SubprocessVectorEnv,
 )
 from multienv._engine.reports.read import load
-from multienv._engine.wire.shared_file import DATA_NAME, SharedFile
+from multienv._engine.wire.shared_pickle import DATA_NAME, SharedFile
 from multienv.cli.env_functions import env_functions
 from multienv.errors import UsageError
 

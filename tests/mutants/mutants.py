@@ -36,7 +36,7 @@ SIMULATED_STARTS = ("tests/simulation/test_single_faults.py", "tests/simulation/
 UNIT_JOURNAL = ("tests/unit/test_journal.py",)
 EVIDENCE = ("tests/invariants/test_3_all_bytes_are_evidence.py",)
 REPLAYED = ("tests/invariants/test_3_replayed_is_said.py",)
-CODE = ("tests/invariants/test_3_code_that_changed.py", "tests/unit/test_source_files.py")
+CODE = ("tests/invariants/test_3_code_that_changed.py", "tests/unit/test_worker_imports.py")
 OWN_PACE = ("tests/contract/test_own_pace.py",)
 STEPS_OF_SOME = ("tests/contract/test_steps_of_some_envs.py",)
 RECYCLING = ("tests/contract/test_recycling.py",)
@@ -299,9 +299,9 @@ MUTANTS = [
     Mutant(
         "A single env's observation is a view of shared memory, which later steps overwrite.",
         2,
-        "codecs:Codec.shown",
-        "np.ndarray(space.shape, space.dtype, bank.view, start).copy",
-        "np.ndarray(space.shape, space.dtype, bank.view, start).view",
+        "rows:verbatim_reader",
+        "leaf[0, ...].copy",
+        "leaf[0, ...].view",
     ),
     Mutant(
         "With copy=True the batch of a single worker is a view of shared memory, which later steps overwrite.",
@@ -363,7 +363,7 @@ MUTANTS = [
     Mutant(
         "A value that does not pickle to the same bytes twice counts as comparable.",
         3,
-        "digests:_pickled_parts_of",
+        "digests:_pickled",
         """
         if one != other:
             raise IncomparableError(type(value).__name__)
@@ -415,7 +415,7 @@ MUTANTS = [
         "A module that was preloaded counts as imported when the worker built its envs.",
         3,
         "template:_import",
-        "source_files.note(began)",
+        "imports.note(began)",
         "",
         CODE,
     ),
@@ -470,18 +470,18 @@ MUTANTS = [
     Mutant(
         "A file that is written while it may be imported counts as known.",
         3,
-        "source_files:_version_of",
+        "imports:_version_of",
         "_UNKNOWN if status.st_mtime_ns > began else status.st_size",
         "status.st_size",
-        ("tests/unit/test_source_files.py",),
+        ("tests/unit/test_worker_imports.py",),
     ),
     Mutant(
         "On another machine the times of files are compared, too.",
         3,
-        "source_files:changed_file",
+        "imports:changed_file",
         "first = 0 if host == other_host else 1",
         "first = 0",
-        ("tests/unit/test_source_files.py",),
+        ("tests/unit/test_worker_imports.py",),
     ),
     Mutant(
         "A build that raises in a recovery is not tried again.",
@@ -580,36 +580,20 @@ MUTANTS = [
         REPLAYED,
     ),
     Mutant(
-        "What an instance of a subclass holds beside its items is not compared.",
+        "What a tensor holds in attributes is not compared.",
         3,
-        "digests:_parts_of_attributes",
-        '_parts_of_pairs(getattr(value, "__dict__", None) or {})',
-        "_parts_of_pairs({})",
-        EVIDENCE,
-    ),
-    Mutant(
-        "What an instance of a subclass holds in slots is not compared.",
-        3,
-        "digests:_parts_of_attributes",
-        "_members_of(kind)",
+        "digests:_parts_of_tensor",
+        '_parts_of(getattr(value, "__dict__", None))',
         "()",
         EVIDENCE,
     ),
     Mutant(
-        "What a class itself says of its pickle is not compared.",
+        "What an instance of a class is given after it was made again is not compared.",
         3,
-        "digests:_parts_of",
-        "_has_its_own_way(kind, base)",
-        "False",
+        "digests:_parts_of_reduced",
+        "[[*part] if isinstance(part, Iterator) else part for part in parts]",
+        "[[*part] if isinstance(part, Iterator) else part for part in parts[:1]]",
         EVIDENCE,
-    ),
-    Mutant(
-        "Of a subclass of list, what it shows by iteration is compared, not what it has.",
-        3,
-        "digests:_parts_of_items",
-        "kind.__iter__(value)",
-        "value",
-        ("tests/unit/test_verification.py",),
     ),
     Mutant(
         "Bytes of long doubles that say nothing are compared.",
@@ -1335,8 +1319,12 @@ MUTANTS = [
         "Equal arrays of two envs are one: what one env writes shows in the other.",
         6,
         "shared_pickle:SharedPickle.load",
-        "used[place] += 1",
-        "",
+        "[mapped_file(descriptor, size, offset, mmap.MAP_PRIVATE) for offset, size in self.places]",
+        """
+        [*map({
+            (offset, size): mapped_file(descriptor, size, offset, mmap.MAP_PRIVATE) for offset, size in self.places
+        }.get, self.places)]
+        """,
         ("tests/contract/test_shared_data.py",),
     ),
     # --- 7: nothing left behind -------------------------------------------------------------------
@@ -1451,8 +1439,8 @@ MUTANTS = [
         "The file that workers share stays open when the last of them is closed.",
         7,
         "shared_pickle:SharedPickle.close",
-        "not file.users",
-        "file.users",
+        "self._file = None",
+        "",
         ("tests/contract/test_shared_data.py",),
     ),
     # --- 8: Ctrl-C is the trainer's ---------------------------------------------------------------

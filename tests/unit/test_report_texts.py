@@ -15,7 +15,7 @@ from multienv._engine.reports.texts import (
     outcome_text,
 )
 from multienv._engine.wire.messages import Failure
-from multienv._engine.worker.failures import failure_of
+from multienv._engine.worker.replies import failure_of
 from multienv.errors import (
     MultienvError,
 )

@@ -27,7 +27,7 @@ class Kernel:
         monkeypatch.setattr(affinity.time, "monotonic", lambda: self.now)
         self.words = Segment(-1).words
         self.words[CORE], self.words[SPINNERS] = 1 + 1, 1
-        self.affinity = Affinity(self.words, os.open(tmp_path, os.O_RDONLY))
+        self.affinity = Affinity(self.words, tmp_path)
 
     def samples(self, count: int, seconds: float) -> None:
         for _ in range(count):

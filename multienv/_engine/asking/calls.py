@@ -12,7 +12,7 @@ from multienv._engine.asking.fanout import FanOut, resumed
 from multienv._engine.asking.members import AutoresetHook, Round
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor
-from multienv._engine.wire.messages import Call, Message, Render
+from multienv._engine.wire.messages import Call, Message
 from multienv.config import checked_seed, integer
 from multienv.errors import ActionError, EnvError, UsageError
 
@@ -48,8 +48,6 @@ def call_message(
             f"Trying to call function `{name}` with `call`, use `{name}` directly instead: what it does to the "
             "episode must be seen here."
         )
-    if name == "render":
-        return Render(slots)
     return Call(name, args, kwargs, slots, recorded and name not in _READING)
 
 

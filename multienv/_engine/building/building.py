@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
-import random
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -140,19 +140,17 @@ def checked_preload(preload: Sequence[str], backend: Backend) -> tuple[str, ...]
     Raises:
         UsageError: They are no names, or ``backend`` cannot preload modules.
     """
-    learns = isinstance(preload, str) and preload == "auto"
-    names = () if learns else preload
+    names = () if preload == "auto" else preload
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names):
         raise UsageError(
             f"preload is {preload!r:.100}; give the names of modules, such as ('robosuite', 'torch'), or 'auto'."
         )
     if preload and not backend.preloads:
-        given = preload if learns else tuple(names)
         raise UsageError(
-            f"preload={given!r:.100} needs workers that are forked beside the trainer: use "
+            f"preload={preload!r:.100} needs workers that are forked beside the trainer: use "
             "context='forkserver', on Linux, not on a cluster."
         )
-    return None if learns else tuple(names)
+    return None if preload == "auto" else tuple(names)
 
 
 def arguments() -> tuple[str, ...]:
@@ -313,7 +311,6 @@ class Workers:
             truncates_errors=restart.on_error == "truncate",
             snapshots=every if restart.snapshots and restart.replays else -1,
             journal=restart.journal_limit * len(env_fns),
-            title=title,
             tells_imports=learns,
         )
         shared = packed if isinstance(packed, SharedPickle) else None
@@ -368,7 +365,7 @@ class _SerialLaunch:
     env_fns: tuple[EnvFn, ...]
 
     def start(self) -> Channel:
-        return SerialChannel(partial(Host, env_fns=self.env_fns))
+        return SerialChannel(partial(Host, load=lambda _: self.env_fns))
 
     def wake_kept(self, token: int) -> None:
         """Return ``None``: there are no snapshots."""
@@ -406,8 +403,7 @@ def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
 
 
 def _draws(slots: int) -> tuple[int, ...]:
-    generator = random.SystemRandom()
-    return tuple(generator.getrandbits(64) for _ in range(slots))
+    return tuple(secrets.randbits(64) for _ in range(slots))
 
 
 def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle:

@@ -18,17 +18,15 @@ import ast
 import contextlib
 import pickle
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from multienv._engine.worker.imports import is_installed
+from multienv._engine.worker.imports import file_of, is_own
 
 # What is set in these is handed over (os.environ, sys.path), or is about the trainer.
 _OF_TRAINER = {"jax", "logging", "matplotlib", "multienv", "os", "sys", "tensorflow", "torch", "warnings"}
@@ -40,7 +38,6 @@ _ASSIGNMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign
 _MOST = 2**20  # bytes of a value that is sent, about
 # Names of modules that are not the user's, as found so far.
 _others: set[str] = set()
-_STANDARD = sysconfig.get_paths()["stdlib"]
 
 
 class _Setting(NamedTuple):
@@ -68,7 +65,7 @@ def module_values() -> bytes:
         file = _file_of_own(name, own)
         if not file:
             _others.add(name)
-        elif not _is_as_written(own, file):
+        else:
             for path, literal in _literals(file).items():
                 with contextlib.suppress(Exception):  # a module may do anything when one looks at it
                     found = _found(own, path)
@@ -80,16 +77,6 @@ def module_values() -> bytes:
             if _is_plain(found := _found(sys.modules[module], path)):
                 values.setdefault(module, {})[path] = found
     return pickle.dumps((values, np.geterr()))
-
-
-def _is_as_written(module: Any, file: str) -> bool:
-    """Return whether the variables of a module have the values that its source sets: most often, and quickly told."""
-    names, literals, kinds = _written(file)
-    try:
-        found = attrgetter(*names)(module)[2:]
-        return bool(found == literals) and [*map(type, found)] == kinds
-    except Exception:  # a name is gone, or an array has no truth value
-        return False
 
 
 def lines_to_import() -> tuple[int, ...]:
@@ -119,10 +106,9 @@ def main_file() -> str:
 def _file_of_own(name: str, module: Any) -> str:
     """Return the source of a module of the user's; ``""`` for any other."""
     # Not of a subclass: those are loaded when one looks at them, or do whatever else.
-    file = vars(module).get("__file__") if type(module) is ModuleType else None
-    is_own = isinstance(file, str) and file.endswith(".py") and not is_installed(module)
-    is_own = is_own and not str(file).startswith(_STANDARD) and name.partition(".")[0] not in _OF_TRAINER
-    return str(file) if is_own and name not in ("__main__", "__mp_main__") else ""
+    found = type(module) is ModuleType and is_own(module) and file_of(module).endswith(".py")
+    is_known = name.partition(".")[0] in _OF_TRAINER or name in ("__main__", "__mp_main__")
+    return file_of(module) if found and not is_known else ""
 
 
 def _found(module: Any, path: Iterable[str]) -> Any:
@@ -182,13 +168,6 @@ def _body(file: str) -> list[ast.stmt]:
 def _literals(file: str) -> dict[tuple[str, ...], Any]:
     """Return the variables of a module and of its classes that are set once, to a literal."""
     return dict(_literals_in(_body(file), ()))
-
-
-@cache
-def _written(file: str) -> tuple[list[str], tuple[Any, ...], list[type]]:
-    """Return names, values and types of the variables of :func:`_literals`; two names before, for ``attrgetter``."""
-    names, values = map(".".join, _literals(file)), tuple(_literals(file).values())
-    return ["__name__", "__name__", *names], values, [*map(type, values)]
 
 
 def _literals_in(statements: Iterable[ast.stmt], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

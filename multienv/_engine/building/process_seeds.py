@@ -22,8 +22,6 @@ class ProcessSeeds:
         values: For ``random`` and for ``numpy.random``.
     """
 
-    __slots__ = ("__weakref__", "values")
-
     def __init__(self, values: tuple[int, int]) -> None:
         self.values = values
 

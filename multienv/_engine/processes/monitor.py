@@ -64,8 +64,8 @@ from multienv._engine.processes.protocol import (
     tell_stack,
 )
 from multienv._engine.processes.template import Template
+from multienv._engine.worker import imports
 from multienv._engine.worker import main as worker_main
-from multienv._engine.worker import source_files
 from multienv._engine.worker.descriptors import mark_of
 from multienv._engine.worker.snapshots import ANNOUNCEMENT, WAKING
 
@@ -795,7 +795,7 @@ def main(control: int, preload: list[str], spawn_command: list[str], thread_vari
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    source_files.note(began)
+    imports.note(began)
     worker_main.set_title("multienv monitor")
     gc.collect()
     gc.freeze()  # workers share these objects' pages; a collection would touch and so copy them

@@ -30,8 +30,8 @@ from multienv._engine.processes.forked import become_worker, part_from_monitor
 from multienv._engine.processes.leftovers import kill, open_descriptors, parent_of
 from multienv._engine.processes.protocol import Order, close_all
 from multienv._engine.wire.messages import Setting
+from multienv._engine.worker import imports
 from multienv._engine.worker import main as worker_main
-from multienv._engine.worker import source_files
 from multienv._engine.worker.census import CHILDREN, OBSTACLES, SHARED, THREADS, TIMERS, census, standard_streams
 
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
@@ -232,7 +232,7 @@ def _import(
         if left:
             why = f"importing {name} has left {left}, which a fork would share or lose"
             return f"{_LEFT_OUT}{package}{_LEFT_OUT}{why}" if is_learned else why
-    source_files.note(began)
+    imports.note(began)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     faulthandler.unregister(signal.SIGALRM)
     for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again

@@ -29,7 +29,7 @@ logger = logging.getLogger("multienv")
 MOST_SNAPSHOTS = 1024
 _tokens = count(1)
 # Version of the dict that state_dict() returns.
-_VERSION = 13
+_VERSION = 14
 
 
 class Snapshot:

@@ -59,7 +59,7 @@ from multienv._engine.wire.messages import (
     pack_message,
 )
 from multienv._engine.wire.segment import LOSS_SECONDS, REPLAYING, RESTARTS, SLOT
-from multienv._engine.worker.source_files import changed_file
+from multienv._engine.worker.imports import changed_file
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import NoCapacityError, ResultNotPicklableError
 

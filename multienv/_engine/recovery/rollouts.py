@@ -92,6 +92,7 @@ class RolloutReader:
         }
         # Arrays of a batch in a bank; what has none is read step by step.
         self._leaves = leaf_spaces(codec.space) if codec.has_rows else []
+        self._show = codec.shown(self._aside)
 
     def take(self, channel: Channel, first: int, message: Rollout, skipped: Skipped) -> RolloutReply:
         """Read the answer of a process; see :meth:`read`. Raises ``Gone`` if it cannot be decoded."""
@@ -130,7 +131,7 @@ class RolloutReader:
                 if infos is not None:
                     reply.infos[reply.steps] = infos
                 if self._codec.verbatim:
-                    shown.append(self._codec.observation(aside, number))
+                    shown.append(self._show[number & 1]())
                 reply.entries.append(bytes(bank.record))
                 reply.steps += 1
                 scratch.seen = number

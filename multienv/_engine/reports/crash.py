@@ -32,7 +32,7 @@ from multienv._engine.wire.segment import Segment
 from multienv.events import Loss, Recovery
 
 FORMAT = "multienv-report"
-VERSION = 11
+VERSION = 12
 # Bytes of pickled functions that a report has room for.
 _MOST_ENV_FNS = store.REPORT_BYTES // 2
 _NO_JOURNAL = (

@@ -19,6 +19,7 @@ from gymnasium import spaces
 
 from multienv._engine.wire.banks import HEAD, STEP, STEPPED, U32
 from multienv._engine.wire.messages import call_user_code, dumps
+from multienv._engine.wire.rows import ARRAYS, SOLID
 from multienv.errors import ActionError
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ ARRAY = 8  # + the index of its dtype in DTYPES
 
 DTYPES = tuple(np.dtype(name) for name in ("f4", "f8", "i8", "i4", "i2", "i1", "u1", "u2", "u4", "u8", "?", "f2"))
 _TAG_OF = {dtype: ARRAY + index for index, dtype in enumerate(DTYPES)}
-_ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
 _INTEGER = struct.Struct("<q")
 
 
@@ -50,7 +50,7 @@ INT_STEP, INT64_STEP = _step_head(INT), _step_head(INT64)
 
 def number_of(space: Any) -> int:
     """Return how many numbers the array has that an action of this space is; 0: it is no array."""
-    return math.prod(space.shape) if type(space) in _ARRAYS else 0
+    return math.prod(space.shape) if type(space) in ARRAYS else 0
 
 
 def step_head_of(dtype: np.dtype[Any]) -> int:
@@ -61,26 +61,20 @@ def step_head_of(dtype: np.dtype[Any]) -> int:
 
 def action_bytes(space: spaces.Space[Any]) -> int:
     """Return the bytes that a bank has for an action of this space of any dtype; 0: it always travels as a payload."""
-    if type(space) is spaces.Discrete:
-        return 8
-    if type(space) in _ARRAYS:
-        assert space.shape is not None
-        return 8 * math.prod(space.shape)
-    return 0
+    return 8 if type(space) is spaces.Discrete else 8 * number_of(space)
 
 
-def action_encoder(space: spaces.Space[Any], segment: Segment, check: Callable[[Any], str] | None = None) -> Encode:
+def action_encoder(space: spaces.Space[Any], segment: Segment, check: Callable[[Any], str]) -> Encode:
     """Return the function that writes a step with an action of this space, which may be that of a batch.
 
     Args:
         space: The action space.
         segment: Where it writes.
-        check: Tells what is wrong with an action, or returns ``""``; ``None``: :func:`misfit`.
+        check: Tells what is wrong with an action, or returns ``""``.
     """
-    check = check or partial(misfit, space)
     if type(space) is spaces.Discrete:
         return _integer_encoder(check, segment)
-    if type(space) in _ARRAYS:
+    if type(space) in ARRAYS:
         return _array_encoder(space, check, segment)
     return partial(_encode_any, check, segment)
 
@@ -152,7 +146,7 @@ def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:
     unpack_integer, int64 = _INTEGER.unpack_from, np.int64
     views = [bank.view for bank in segment.banks]
     arrays: dict[int, list[np.ndarray[Any, Any]]] = {}
-    if type(space) in _ARRAYS:
+    if type(space) in ARRAYS:
         assert space.shape is not None
         for index, dtype in enumerate(DTYPES):
             arrays[ARRAY + index] = [np.ndarray(space.shape, dtype, view, HEAD.size) for view in views]
@@ -189,7 +183,7 @@ def misfit(space: spaces.Space[Any], action: Any) -> str:
             return f"The action {shown(action)} is not a tuple of {len(space.spaces)} actions."
         pairs = zip(space.spaces, action, strict=True)
         return next(filter(None, (misfit(member, item) for member, item in pairs)), "")
-    if type(space) not in (spaces.Discrete, *_ARRAYS):
+    if type(space) not in SOLID:
         return ""
     if action is None:
         return f"The action is None; the env's action space is {space}."

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def _aligned(size: int, to: int = 8) -> int:
     return -(-size // to) * to
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class BankLayout:
     """Says where things lie in a bank.
 
@@ -85,6 +85,8 @@ class BankLayout:
         has_finals: A step may end an episode and begin the next one.
 
     Attributes:
+        skipped, rewards, terminated, truncated, failed, finals, shown: Where these begin; actions follow the head.
+        leaves: Where the array of all slots begins, for each leaf of the observation.
         end: Length of the record that is journalled.
         size: Bytes of the whole bank.
         is_digested: Digests are shown, and observations lie behind.
@@ -94,43 +96,22 @@ class BankLayout:
     action_bytes: int = 0
     leaf_bytes: tuple[int, ...] = ()
     has_finals: bool = False
-    actions: int = field(init=False, default=HEAD.size)
-    skipped: int = field(init=False)
-    rewards: int = field(init=False)
-    terminated: int = field(init=False)
-    truncated: int = field(init=False)
-    failed: int = field(init=False)
-    finals: int = field(init=False)
-    shown: int = field(init=False)
-    end: int = field(init=False)
-    leaves: tuple[int, ...] = field(init=False)  # where the array of all slots begins, for each leaf
-    size: int = field(init=False)
-    is_digested: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Add up the offsets."""
-        put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         n = self.slots
-        skipped = HEAD.size + _aligned(self.action_bytes)
-        rewards = skipped + _aligned(n)
-        terminated = rewards + 8 * n
-        finals = terminated + _aligned(3 * n)
-        shown = finals + 8 * n * self.has_finals
-        digested = sum(self.leaf_bytes) > INLINE_LIMIT
-        widths = [_aligned(n * width, _LINE if digested else 8) for width in self.leaf_bytes]
-        end = shown + (8 * n if digested else sum(widths))
-        start = _aligned(end, _LINE) if digested else shown
-        put("skipped", skipped)
-        put("rewards", rewards)
-        put("terminated", terminated)
-        put("truncated", terminated + n)
-        put("failed", terminated + 2 * n)
-        put("finals", finals)
-        put("shown", shown)
-        put("end", end)
-        put("leaves", tuple(start + sum(widths[:index]) for index in range(len(widths))))
-        put("size", _aligned(start + sum(widths) if digested else end, _LINE))
-        put("is_digested", digested)
+        self.skipped = HEAD.size + _aligned(self.action_bytes)
+        self.rewards = self.skipped + _aligned(n)
+        self.terminated = self.rewards + 8 * n
+        self.truncated, self.failed = self.terminated + n, self.terminated + 2 * n
+        self.finals = self.terminated + _aligned(3 * n)
+        self.shown = self.finals + 8 * n * self.has_finals
+        self.is_digested = sum(self.leaf_bytes) > INLINE_LIMIT
+        widths = [_aligned(n * width, _LINE if self.is_digested else 8) for width in self.leaf_bytes]
+        self.end = self.shown + (8 * n if self.is_digested else sum(widths))
+        start = _aligned(self.end, _LINE) if self.is_digested else self.shown
+        self.leaves = tuple(start + sum(widths[:index]) for index in range(len(widths)))
+        self.size = _aligned(start + sum(widths) if self.is_digested else self.end, _LINE)
 
 
 # For requests before the layout is known, building the envs for instance; two fit between the words and 4096.
@@ -148,20 +129,6 @@ class Bank:
         digests: One integer for each slot, where observations are digested.
         finals: One integer for each slot, where a step may end an episode and begin the next one.
     """
-
-    __slots__ = (
-        "digests",
-        "failed",
-        "finals",
-        "head",
-        "layout",
-        "record",
-        "rewards",
-        "skipped",
-        "terminated",
-        "truncated",
-        "view",
-    )
 
     def __init__(self, layout: BankLayout, memory: memoryview, offset: int) -> None:
         self.layout = layout
@@ -226,30 +193,23 @@ def entry_of(bank: Bank, request_payload: bytes, evidence: bytes) -> bytes:
         request_payload: What the request carries beside it.
         evidence: Of what the reply carries beside it instead of observations; ``b""``: nothing.
     """
-    record, layout = bank.record, bank.layout
-    tag, reply_kind, flags = record[1:4]
+    record, layout = bytearray(bank.record), bank.layout
     if is_plain(record):
         return bytes(record)
-    parts = [
-        bytes(record[: HEAD.size]),
-        bytes(record[HEAD.size : layout.skipped]) if tag & ~SKIPPED else bytes(layout.skipped - HEAD.size),
-        bytes(record[layout.skipped : layout.rewards]) if tag & SKIPPED else bytes(layout.rewards - layout.skipped),
-        bytes(record[layout.rewards : layout.shown]) if reply_kind == STEPPED else bytes(layout.shown - layout.rewards),
-        bytes(record[layout.shown :])
-        if reply_kind == STEPPED and not flags & PICKLED_ROWS
-        else bytes(layout.end - layout.shown),
-    ]
-    head = bytearray(parts[0])
-    LENGTH.pack_into(head, PICKLED_AT, len(evidence))
-    return Entry(bytes(head) + b"".join(parts[1:]), request_payload, evidence).packed()
+    tag, has_rows, has_pickled_rows = record[1], record[2] == STEPPED, record[3] & PICKLED_ROWS
+    for is_used, begin, end in (
+        (tag & ~SKIPPED, HEAD.size, layout.skipped),
+        (tag & SKIPPED, layout.skipped, layout.rewards),
+        (has_rows, layout.rewards, layout.shown),
+        (has_rows and not has_pickled_rows, layout.shown, layout.end),
+    ):
+        if not is_used:
+            record[begin:end] = bytes(end - begin)
+    LENGTH.pack_into(record, PICKLED_AT, len(evidence))
+    return Entry(bytes(record), request_payload, evidence).packed()
 
 
-def pack_pickled_rows(evidence: bytes, pickled_rows: bytes) -> bytes:
-    """Return the pickled part of a payload, with which it begins; ``b""`` if there is none."""
-    return LENGTH.pack(len(evidence)) + evidence + pickled_rows if evidence else b""
-
-
-def is_plain(record: bytes | memoryview) -> bool:
+def is_plain(record: bytes | bytearray | memoryview) -> bool:
     """Tell whether an entry is a step, or a reset, without payload: its length is that of the record."""
     kind, tag, reply_kind, flags = record[:4]
     is_laid_out = kind == BEGIN or (kind == STEP and tag & ~SKIPPED != 0)

@@ -1,8 +1,7 @@
-"""The trainer's half of a step: write actions into a bank, and read replies out of it.
+"""How the steps of a worker's envs lie in banks; and the trainer's half of a step: write actions, and read replies.
 
 The replies of several envs are rows of a batch. A single env is a batch of one whose values arrive bit for bit as it
-returned them.
-The worker's half is in ``worker/``; both halves take the layout of the banks from :func:`layout_of_envs`.
+returned them. The worker's half is in ``worker/``; both make a :class:`Codec` of the same arguments.
 """
 
 from __future__ import annotations
@@ -10,19 +9,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
 from multienv._engine.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
-from multienv._engine.wire.banks import LENGTH, PICKLED_AT, BankLayout
+from multienv._engine.wire.banks import LENGTH, PICKLED_AT, Bank, BankLayout
 from multienv._engine.wire.infos import Extras, numbers_in
-from multienv._engine.wire.layout import layout_of
 from multienv._engine.wire.messages import Description
-from multienv._engine.wire.rows import Array, has_rows, leaf_arrays, row_bytes, row_of
+from multienv._engine.wire.rows import Array, has_rows, leaf_arrays, row_bytes, row_of, verbatim_reader
 from multienv._engine.wire.segment import REPLY_PAYLOAD, Segment
 
 # The reward of a single env keeps its type, by a tag in the head. A float64 holds integers exactly up to 2**53; what
@@ -33,26 +30,6 @@ INTEGER_REWARDS = 3  # from this tag on
 EXACT_INTEGER = 2**53
 
 Transition = tuple[Any, Any, bool, bool, dict[str, Any]]
-
-
-def layout_of_envs(
-    verbatim: bool, observation_space: Any, action_space: Any, slots: int, autoreset: str = ""
-) -> BankLayout:
-    """Return the layout of the banks; worker and trainer call this with the same arguments.
-
-    Args:
-        verbatim: For a single env, whose values travel to the bit; else for rows of a batch.
-        observation_space: Of one env; for rows, the space that the batch has.
-        action_space: Of one env.
-        slots: Number of envs.
-        autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
-    """
-    if verbatim:
-        layout = layout_of(observation_space)
-        return BankLayout(1, action_bytes(action_space), () if layout is None else (layout.size,))
-    leaves = row_bytes(observation_space) if has_rows(observation_space) else ()
-    has_finals = autoreset == "SAME_STEP"
-    return BankLayout(slots, action_bytes(batch_space(action_space, slots)), leaves, has_finals)
 
 
 @dataclass
@@ -111,10 +88,10 @@ def payload_of(segment: Segment, number: int) -> ReplyPayload:
 
 
 class Codec:
-    """Reads the replies of a worker: of several envs as rows, of a single one to the bit.
+    """Lays out the banks of a worker, and reads its replies: of several envs as rows, of a single one to the bit.
 
     Args:
-        description: Of the envs.
+        description: Of the envs, when they were built.
         verbatim: It is a single env, whose values arrive as it returned them.
         space: Observation space of the batch; ``None``: that of the first env.
         autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
@@ -123,6 +100,7 @@ class Codec:
         verbatim, slots: As given; the number of envs.
         space, action_space: Of one env when it was built.
         has_rows: Observations lie as rows in the banks.
+        asked_space: Of what one step asks: of a batch, the actions of all envs.
         layout: Of the banks.
         elements: Numbers in the array that the actions of all slots are; 0 where they are no array.
         checks_actions: Actions that do not fit the action space are refused. A single env may have set another one.
@@ -133,18 +111,19 @@ class Codec:
         first_observation_space, self.action_space = description.spaces[0]
         self.space = first_observation_space if space is None else space
         self.has_rows = not verbatim and has_rows(self.space)
-        self.layout = layout_of_envs(verbatim, self.space, self.action_space, self.slots, autoreset)
-        self._verbatim = layout_of(self.space) if verbatim else None
-        self._asked_space: Any = self.action_space if verbatim else batch_space(self.action_space, self.slots)
-        self.elements = 0 if verbatim else number_of(self._asked_space)
+        self.asked_space: Any = self.action_space if verbatim else batch_space(self.action_space, self.slots)
+        leaves = row_bytes(self.space, verbatim=verbatim) if has_rows(self.space) else ()
+        has_finals = not verbatim and autoreset == "SAME_STEP"
+        self.layout = BankLayout(self.slots, action_bytes(self.asked_space), leaves, has_finals)
+        self.elements = 0 if verbatim else number_of(self.asked_space)
         self.checks_actions = True
 
     def encoder(self, segment: Segment) -> Encode:
         """Return the function that writes a step request, with the actions of all slots, into its bank."""
-        return action_encoder(self._asked_space, segment, self._misfit)
+        return action_encoder(self.asked_space, segment, self._misfit)
 
     def _misfit(self, action: Any) -> str:
-        return misfit(self._asked_space, action) if self.checks_actions else ""
+        return misfit(self.asked_space, action) if self.checks_actions else ""
 
     def reader(self, segment: Segment) -> Callable[[int], Any]:
         """Return the function that reads the reply to a plain request; ``None`` if some of its infos are pickled.
@@ -179,11 +158,10 @@ class Codec:
         """Return for each bank its rows; or, of a single env, what returns a copy of the observation there."""
         if not self.verbatim:
             return [self.rows(segment, side) for side in (0, 1)]
-        space = self.space
-        if type(space) is spaces.Box and self._verbatim is not None:
-            start = self.layout.leaves[0]
-            return [np.ndarray(space.shape, space.dtype, bank.view, start).copy for bank in segment.banks]
-        return [partial(self.observation, segment, side) for side in (0, 1)]
+        return [self._reader(bank) for bank in segment.banks]
+
+    def _reader(self, bank: Bank) -> Callable[[], Any]:
+        return verbatim_reader(self.space, bank) if has_rows(self.space) else lambda: None
 
     def observation(self, segment: Segment, number: int, pickled_row: bytes | None = None) -> Any:
         """Return the observation of a single env in the reply to ``number``.
@@ -195,8 +173,7 @@ class Codec:
         """
         if pickled_row is not None:
             return pickle.loads(pickled_row)[0]
-        bank = segment.banks[number & 1]
-        return None if self._verbatim is None else self._verbatim.read(bank.view, bank.layout.leaves[0])
+        return self._reader(segment.banks[number & 1])()
 
     def transition(
         self, segment: Segment, number: int, pickled_row: bytes | None = None

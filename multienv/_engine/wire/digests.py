@@ -6,21 +6,18 @@ XXH3 is built on it). ``_native.c`` computes the same at the speed of memory; th
 constants: journals, crash reports and saved states compare digests that different trainers have computed. So it is no
 protection against an env that constructs two observations with the same digest.
 
-The digest of a value without a fixed layout has 16 bytes. It is computed of the items of containers, read as the
-builtin types read them, and of the memory of arrays; of an instance of a subclass, a dataclass or a tensor also of its
-attributes. Of any other value it is computed of its pickle, if the value pickles twice to the same bytes; so it is,
-besides, of one whose class itself says how to iterate or pickle it.
+The digest of a value without a fixed layout has 16 bytes. It is computed of the items of containers of builtin types,
+and of the memory of arrays; of a tensor also of its attributes. Of any other value it is computed of what the value is
+pickled to, if that is the same twice.
 """
 
 from __future__ import annotations
 
 import copyreg
-import dataclasses
-import inspect
 import struct
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -95,27 +92,14 @@ def _row_digests(leaf: Array) -> Callable[[], Array]:
     weights[1:] = _NEXT
     weights = np.cumprod(weights, dtype=np.uint64)[::-1]
 
-    low, high = np.empty_like(words), np.empty_like(words)  # always the same memory: to get it anew takes longer
-
     def digests() -> Array:
         padded[:, :width] = octets
-        np.bitwise_xor(words, _KEYS, out=low)
-        np.right_shift(low, _HALF, out=high)
-        np.bitwise_and(low, _LOW, out=low)
-        np.multiply(low, high, out=low)
-        np.add(low, words, out=low)
-        sums = low.sum(axis=2, dtype=np.uint64)
+        keyed = words ^ _KEYS
+        sums = ((keyed & _LOW) * (keyed >> _HALF) + words).sum(axis=2, dtype=np.uint64)
         total: Array = (_mixed(sums) * weights).sum(axis=1, dtype=np.uint64)
         return total
 
     return digests
-
-
-def digest_of_memory(memory: Array) -> int:
-    """Return the digest of a contiguous array's bytes, a number of 64 bits."""
-    shown = np.zeros(1, np.uint64)
-    digester(shown, [memory.reshape(1, -1)])()
-    return int(shown[0])
 
 
 # --- values -----------------------------------------------------------------------------------
@@ -134,7 +118,7 @@ def evidence_of(value: Any) -> bytes:
         described = f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
         return blake2b(described, digest_size=_DIGEST_BYTES).digest()
     # If the walk raises, or does not end because the value holds itself, the value goes by its pickle.
-    for parts in (_parts_of, _pickled_parts_of):
+    for parts in (_parts_of, lambda whole: (_pickled(whole),)):
         try:
             return blake2b(b"".join(parts(value)), digest_size=_DIGEST_BYTES).digest()
         except IncomparableError as error:
@@ -150,53 +134,36 @@ def _parts_of(value: Any) -> Iterator[bytes]:
     yield f"<{kind.__module__}.{kind.__qualname__}>".encode()
     if kind in _PARTS:
         yield from _PARTS[kind](value)
-        return
-    base = next((base for base in _PARTS_OF_SUBCLASSES if isinstance(value, base)), object)
-    if base is not object:
-        yield from _PARTS_OF_SUBCLASSES[base](value)
-    elif hasattr(value, "__dlpack__") and hasattr(value, "__array__"):
+    elif isinstance(value, np.generic) or (hasattr(kind, "__dlpack__") and hasattr(kind, "__array__")):
         yield from _parts_of_tensor(value)
-        base = kind  # its pickle may hold addresses
-    elif dataclasses.is_dataclass(value):
-        yield from _parts_of_pairs({each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
     else:
-        yield from _pickled_parts_of(value)
+        yield from _parts_of_reduced(value, _pickled(value))
+
+
+def _parts_of_reduced(value: Any, pickle: bytes) -> Iterator[bytes]:
+    """Yield the parts of what an instance of any other class is pickled to: the trainer gets no more of it."""
+    reduce = copyreg.dispatch_table.get(type(value))
+    try:
+        reduced = reduce(value) if reduce else value.__reduce_ex__(4)
+    except Exception:  # a class or function, or what only reducers of the pickler know
+        reduced = ""
+    if isinstance(reduced, str):
+        yield pickle
         return
-    yield from _parts_of_attributes(value)
-    if _has_its_own_way(kind, base):
-        yield from _pickled_parts_of(value)
+    make, *parts = reduced
+    yield f"{make.__module__}.{make.__qualname__}".encode()
+    yield from _parts_of([[*part] if isinstance(part, Iterator) else part for part in parts])
 
 
-def _parts_of_attributes(value: Any) -> Iterator[bytes]:
-    """Yield the parts of what an instance holds beside its items: in ``__dict__``, in slots, in members in C."""
-    yield from _parts_of_pairs(getattr(value, "__dict__", None) or {})
-    kind: Any = type(value)
-    for member in _members_of(kind):
-        yield member.__name__.encode()
-        try:
-            held = member.__get__(value)
-        except AttributeError:  # it is not set
-            continue
-        yield from _parts_of(held)
-
-
-@lru_cache(maxsize=256)
-def _members_of(kind: type) -> tuple[Any, ...]:
-    """Return the descriptors of all slots of a class and its bases."""
-    return tuple(one for base in kind.__mro__ for one in vars(base).values() if inspect.ismemberdescriptor(one))
-
-
-@lru_cache(maxsize=256)
-def _has_its_own_way(kind: type, base: type) -> bool:
-    """Tell whether instances are pickled, or iterated, otherwise than those of the base: they may show something else.
-
-    What the standard library generates for a named tuple or a dataclass shows the fields.
-    """
-    for name in (*_PICKLING, *(() if base is object else _ITERATING)):
-        own = getattr(kind, name, None)
-        if own is not getattr(base, name, None) and getattr(own, "__module__", "") not in _GENERATING:
-            return True
-    return kind is not base and kind in copyreg.dispatch_table
+def _pickled(value: Any) -> bytes:
+    """Return the pickle of a value if that is the same twice; raise :class:`IncomparableError` if it is not."""
+    try:
+        one, other = dumps(value), dumps(value)
+    except Exception as error:  # code of the user
+        raise IncomparableError(type(value).__name__) from error
+    if one != other:
+        raise IncomparableError(type(value).__name__)
+    return one
 
 
 def _written(value: Any) -> Iterator[bytes]:
@@ -208,17 +175,10 @@ def _counted(data: bytes) -> Iterator[bytes]:
     yield data
 
 
-def _parts_of_items(value: Any, kind: Any = tuple) -> Iterator[bytes]:
-    """Yield the parts of all items, as tuple or list iterates them: a subclass may show less."""
-    yield b"%d:" % kind.__len__(value)
-    for item in kind.__iter__(value):
+def _parts_of_items(value: Any) -> Iterator[bytes]:
+    yield b"%d:" % len(value)
+    for item in value:
         yield from _parts_of(item)
-
-
-def _parts_of_pairs(value: Any, kind: Any = dict) -> Iterator[bytes]:
-    yield b"%d:" % dict.__len__(value)
-    for pair in kind.items(value):
-        yield from _parts_of_items(pair)
 
 
 def _parts_of_set(value: Any) -> Iterator[bytes]:
@@ -227,8 +187,12 @@ def _parts_of_set(value: Any) -> Iterator[bytes]:
 
 
 def _parts_of_tensor(value: Any) -> Iterator[bytes]:
-    """Yield the parts of a tensor of torch or the like; one with gradients, or on a device, is first copied."""
+    """Yield the parts of a tensor of torch or the like; one with gradients, or on a device, is first copied.
+
+    Not of its pickle, which may hold addresses.
+    """
     yield str(value.dtype).encode()
+    yield from _parts_of(getattr(value, "__dict__", None))
     for bring in ("detach", "cpu"):
         value = getattr(value, bring, lambda same=value: same)()
     yield from _parts_of_array(np.asarray(value))
@@ -249,18 +213,9 @@ def _parts_of_array(array: Array) -> Iterator[bytes]:
     elif array.nbytes < _LONG:
         yield array.tobytes()
     else:
-        yield digest_of_memory(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).to_bytes(8, "little")
-
-
-def _pickled_parts_of(value: Any) -> Iterator[bytes]:
-    """Yield the pickle of a value if that is the same twice; raise :class:`IncomparableError` if it is not."""
-    try:
-        one, other = dumps(value), dumps(value)
-    except Exception as error:  # code of the user
-        raise IncomparableError(type(value).__name__) from error
-    if one != other:
-        raise IncomparableError(type(value).__name__)
-    yield one
+        digest = np.zeros(1, np.uint64)
+        digester(digest, [np.ascontiguousarray(array).reshape(1, -1)])()
+        yield digest.tobytes()
 
 
 _Parts = Callable[[Any], Iterator[bytes]]
@@ -274,26 +229,12 @@ _PARTS: dict[type, _Parts] = {
     **dict.fromkeys(np.sctypeDict.values(), lambda value: _parts_of_array(np.asarray(value))),
     np.ndarray: _parts_of_array,
     tuple: _parts_of_items,
-    list: partial(_parts_of_items, kind=list),
-    dict: _parts_of_pairs,
+    list: _parts_of_items,
+    dict: lambda value: _parts_of_items(value.items()),
+    OrderedDict: lambda value: _parts_of_items(value.items()),
     set: _parts_of_set,
     frozenset: _parts_of_set,
 }
-# By base, the nearest first. OrderedDict keeps an order of its own, which dict.items() does not know.
-_PARTS_OF_SUBCLASSES: dict[type, _Parts] = {
-    np.generic: lambda value: _parts_of_array(np.asarray(value)),
-    np.ndarray: lambda value: _parts_of_array(np.asarray(value)),
-    tuple: _parts_of_items,
-    list: partial(_parts_of_items, kind=list),
-    OrderedDict: partial(_parts_of_pairs, kind=OrderedDict),
-    defaultdict: _parts_of_pairs,
-    dict: _parts_of_pairs,
-}
-# How a class says itself what is pickled, or iterated.
-_PICKLING = ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
-_ITERATING = ("__iter__", "items")
-_GENERATING = ("collections", "dataclasses")  # modules of what is generated for a named tuple, a dataclass
-
 
 # --- several slots ----------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,6 @@ NUMBERS, _STRINGS = frozenset(_TYPES), frozenset((str,))
 _SPECIAL = ("final_obs", "final_info")
 
 Infos = Sequence[tuple[int, Mapping[str, Any]]]  # slot and info
-NONE: Mapping[int, bytes] = MappingProxyType({})
 
 
 class Columns:
@@ -55,6 +53,10 @@ class Columns:
         self.formats = "".join([_FORMATS[kind] for kind in types])
         self.row = struct.Struct(f"={self.formats}")
         self._is_plain = _PLAIN.issuperset(types)
+
+    def described(self, head: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes, bytes]:
+        """Return what native code needs to know of infos that have ``head`` before their numbers."""
+        return self.keys, self.types, "".join([_FORMATS[kind][0] for kind in self.types]).encode(), head
 
     def info(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return an info, each value of the type that it had."""
@@ -163,26 +165,10 @@ class InfoPacker:
         if len(named) > 0xFFFF:
             return False
         head = _HEAD.pack(_NUMBERS, len(named), self._slots) + named
-        columns = names, tuple(own), _format_of_each(own), head
-        pack = struct.Struct("=" + Columns(names, tuple(own)).formats * self._slots).pack
-        self.columns, self._pack, self._keys, self._types = columns, pack, keys, types
+        columns = Columns(names, tuple(own))
+        pack = struct.Struct("=" + columns.formats * self._slots).pack
+        self.columns, self._pack, self._keys, self._types = columns.described(head), pack, keys, types
         return True
-
-
-def _format_of_each(types: Sequence[type]) -> bytes:
-    return "".join([_FORMATS[kind][0] for kind in types]).encode()
-
-
-def pack_extras(
-    infos: Sequence[tuple[int, bytes]],
-    failures: Mapping[int, Failure],
-    generators: Mapping[int, bytes] = NONE,
-    spaces: bytes = b"",
-) -> bytes:
-    """Pack slots with their pickled infos, failures and states of generators; and new spaces."""
-    if not infos and not failures and not generators and not spaces:
-        return b""
-    return pickle.dumps((list(infos), dict(failures), dict(generators), spaces), protocol=5)
 
 
 # --- the trainer's end ------------------------------------------------------------------------
@@ -199,7 +185,7 @@ def _named(names: bytes) -> Columns:
 
 
 def unpack_extras(payload: bytes) -> tuple[Extras, dict[int, Exception]]:
-    """Unpack what the payload of a reply holds.
+    """Unpack what the payload of a reply holds: numbers, or slots with pickled infos, failures and so on.
 
     Returns:
         What it holds, and for each slot whose info cannot be unpickled here why.
@@ -224,9 +210,7 @@ def described(payload: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes,
     if payload[0] != _NUMBERS:
         return None
     infos = NumberInfos.of(payload)
-    head = payload[: len(payload) - len(infos.rows)]
-    columns = infos.columns
-    return columns.keys, columns.types, _format_of_each(columns.types), head, columns
+    return *infos.columns.described(payload[: len(payload) - len(infos.rows)]), infos.columns
 
 
 def numbers_in(payload: bytes) -> NumberInfos | None:

@@ -78,11 +78,10 @@ class Build:
         journal: Bytes that the trainer keeps of requests since the newest snapshot; 0: that is not known.
         replacement: The worker replaces another one: its first snapshot is taken at once.
         starts: Part of the envs' time that saving the states of generators before resets may take; 0: none are saved.
-        title: What ``ps`` shows.
         tells_imports: The answer tells what was imported to build the envs.
         generators: Slot → state of its random generators, put back before its first reset: the env of an earlier
             process has ended between two episodes, and this one takes its place.
-        code: From which files the code of the present envs came, as ``worker.source_files`` notes it; does not travel.
+        code: From which files the code of the present envs came, as ``worker.imports`` notes it; does not travel.
     """
 
     env_fns: Any
@@ -97,7 +96,6 @@ class Build:
     journal: int = 0
     replacement: bool = False
     starts: float = 0.0
-    title: str = ""
     tells_imports: bool = False
     generators: Mapping[int, bytes] = field(default_factory=dict)
     code: bytes = b""
@@ -136,7 +134,7 @@ class Description:
         metadata, spec, render_mode: Of the first env.
         seconds: What the construction took, with its imports.
         imports: If ``Build.tells_imports``.
-        code: From which files the code came, as ``worker.source_files`` notes it; ``b""``: that is not known.
+        code: From which files the code came, as ``worker.imports`` notes it; ``b""``: that is not known.
     """
 
     spaces: tuple[tuple[Any, Any], ...]
@@ -239,13 +237,6 @@ class SetAttribute:
 
 
 @dataclass(frozen=True, slots=True)
-class Render:
-    """Draw each env."""
-
-    slots: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class KeepSnapshot:
     """Take a snapshot to come back to. The answer is the obstacle, or ``""``.
 
@@ -338,27 +329,16 @@ class Close:
     """Close the envs and end the process."""
 
 
-Message = (
-    Build
-    | Reset
-    | Call
-    | GetAttribute
-    | IsWrapped
-    | SetAttribute
-    | Render
-    | KeepSnapshot
-    | GetGenerators
-    | Replay
-    | Rollout
-    | Close
-)
+# What each env of some slots is asked.
+Question = Call | GetAttribute | SetAttribute | IsWrapped
+Message = Build | Reset | Question | KeepSnapshot | GetGenerators | Replay | Rollout | Close
 # What may change an env for longer than an episode: the journal keeps these, and they are repeated in new envs.
 CALLS = (SetAttribute, Call)
 
 
 def is_recorded(message: Message | None) -> bool:
     """Tell whether a request that is neither step nor reset may change an env: it is journalled and replayed."""
-    return isinstance(message, SetAttribute | Render) or (isinstance(message, Call) and message.recorded)
+    return isinstance(message, SetAttribute) or (isinstance(message, Call) and message.recorded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""Rows of a batch in a bank: how observations of any space are written to their row and read back.
+"""Rows in a bank: how observations of any space are written to their row and read back.
 
 Observations of a nested space have an array for each leaf. A space whose values have no fixed size (Text, Graph,
-Sequence, OneOf, custom) has none: its observations travel as a payload.
+Sequence, OneOf, custom) has none: its observations travel as a payload. A single env is a batch of one, of which each
+value is kept *verbatim*: see :func:`verbatim_writer`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 WriteRow = Callable[[int, Any], None]  # row, observation
 
-_SOLID = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Discrete)
+# Spaces whose values are arrays; and those whose values have a fixed size.
+ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
+SOLID = (*ARRAYS, spaces.Discrete)
 # Channels that are copied one by one where they do not lie beside each other.
 _FEW = 8
 # What an observation that is no dict, or lacks a key, raises when it is asked for the key.
 _NO_MEMBER = (LookupError, TypeError, ValueError)
 _FIX = "Fix the env, or its observation_space."
+# What a Discrete space's values are in practice; the exact type of a single env's travels as a tag.
+_INTEGER_TYPES: tuple[type, ...] = (int, np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.uint32)
+_INTEGER_TAG = {kind: tag for tag, kind in enumerate(_INTEGER_TYPES)}
+_TAGGED = np.dtype(np.int64)
 
 
 def has_rows(space: spaces.Space[Any]) -> bool:
@@ -37,7 +44,7 @@ def has_rows(space: spaces.Space[Any]) -> bool:
     if type(space) is spaces.Tuple:
         return all(map(has_rows, space.spaces))
     dtype = space.dtype
-    return type(space) in _SOLID and dtype is not None and not dtype.hasobject and dtype.char not in "gG"
+    return type(space) in SOLID and dtype is not None and not dtype.hasobject and dtype.char not in "gG"
 
 
 def leaf_spaces(space: Any) -> list[Any]:
@@ -49,14 +56,22 @@ def leaf_spaces(space: Any) -> list[Any]:
     return [space]
 
 
-def row_bytes(space: Any) -> tuple[int, ...]:
+def _forms(space: Any, *, verbatim: bool) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Return shape and dtype of each leaf; verbatim, an integer has the tag of its type beside it."""
+    return [
+        ((2,), _TAGGED) if verbatim and type(leaf) is spaces.Discrete else (leaf.shape, leaf.dtype)
+        for leaf in leaf_spaces(space)
+    ]
+
+
+def row_bytes(space: Any, *, verbatim: bool = False) -> tuple[int, ...]:
     """Return for each leaf the bytes of one row."""
-    return tuple(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaf_spaces(space))
+    return tuple(math.prod(shape) * dtype.itemsize for shape, dtype in _forms(space, verbatim=verbatim))
 
 
-def leaf_arrays(space: Any, bank: Bank) -> list[Array]:
+def leaf_arrays(space: Any, bank: Bank, *, verbatim: bool = False) -> list[Array]:
     """Return for each leaf its array in a bank."""
-    return [bank.leaf(index, leaf.shape, leaf.dtype) for index, leaf in enumerate(leaf_spaces(space))]
+    return [bank.leaf(index, *form) for index, form in enumerate(_forms(space, verbatim=verbatim))]
 
 
 def nested(space: Any, leaves: Iterable[Any]) -> Any:
@@ -90,7 +105,7 @@ def stacked(space: Any, values: Sequence[Any]) -> Any:
     if isinstance(space, spaces.Tuple) and all(isinstance(value, tuple) for value in values):
         members = enumerate(space.spaces)
         return tuple(stacked(member, [value[index] for value in values]) for index, member in members)
-    if isinstance(space, _SOLID):
+    if isinstance(space, SOLID):
         arrays = [np.asarray(value) for value in values]
         if len({array.shape for array in arrays}) == 1:
             return np.stack(arrays)
@@ -222,3 +237,84 @@ def cells(tree: Any, slots: int) -> list[Any]:
         return [row.data for row in tree]
     write = row_writer(tree)
     return [Cell(write, row) for row in range(slots)]
+
+
+# --- a single env: to the bit ---------------------------------------------------------------------
+
+
+def verbatim_writer(space: Any, leaves: Sequence[Array]) -> Callable[[Any], bool]:
+    """Return the function that writes an observation into the only row, and tells whether it fits.
+
+    A value that does not fit to the bit, in dtype, shape, type or order of keys, is never converted: it travels
+    pickled, so that the trainer sees what it would have seen in-process.
+    """
+    members = [
+        _integer_writer(leaf) if type(one) is spaces.Discrete else _exact_writer(leaf[0, ...])
+        for one, leaf in zip(leaf_spaces(space), leaves, strict=True)
+    ]
+
+    def write(value: Any) -> bool:
+        try:
+            found = _leaves_of(space, value)
+        except TypeError:
+            return False
+        return all(member(leaf) for member, leaf in zip(members, found, strict=True))
+
+    return write if type(space) in (spaces.Dict, spaces.Tuple) else members[0]
+
+
+def verbatim_reader(space: Any, bank: Bank) -> Callable[[], Any]:
+    """Return the function that returns a copy of the observation in the only row."""
+    leaves = zip(leaf_spaces(space), leaf_arrays(space, bank, verbatim=True), strict=True)
+    members = [_integer_reader(leaf) if type(one) is spaces.Discrete else leaf[0, ...].copy for one, leaf in leaves]
+    if type(space) not in (spaces.Dict, spaces.Tuple):
+        return members[0]
+    return lambda: nested(space, [read() for read in members])
+
+
+def _leaves_of(space: Any, value: Any) -> list[Any]:
+    """Return what a nested value holds, in the order of the space's leaves; TypeError: it is built another way."""
+    if type(space) is spaces.Dict:
+        # The order of the keys is part of what the caller sees.
+        if type(value) is not dict or tuple(value) != tuple(space.spaces):
+            raise TypeError
+        return [leaf for key, member in space.spaces.items() for leaf in _leaves_of(member, value[key])]
+    if type(space) is spaces.Tuple:
+        if type(value) is not tuple or len(value) != len(space.spaces):
+            raise TypeError
+        return [leaf for member, item in zip(space.spaces, value, strict=True) for leaf in _leaves_of(member, item)]
+    return [value]
+
+
+def _exact_writer(target: Array) -> Callable[[Any], bool]:
+    dtype, shape, ndarray = target.dtype, target.shape, np.ndarray
+
+    def write(value: Any) -> bool:
+        fits = type(value) is ndarray and value.dtype == dtype and value.shape == shape
+        if fits:
+            copy_into(target, value)
+        return fits
+
+    return write
+
+
+def _integer_writer(leaf: Array) -> Callable[[Any], bool]:
+    row = leaf[0].data
+
+    def write(value: Any) -> bool:
+        fits = type(value) in _INTEGER_TAG and -(2**63) <= value < 2**63
+        if fits:
+            row[0], row[1] = int(value), _INTEGER_TAG[type(value)]
+        return fits
+
+    return write
+
+
+def _integer_reader(leaf: Array) -> Callable[[], Any]:
+    row = leaf[0].data
+
+    def read() -> Any:
+        value, tag = row
+        return _INTEGER_TYPES[tag](value) if tag else value
+
+    return read

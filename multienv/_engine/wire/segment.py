@@ -13,6 +13,7 @@ Reading changes nothing here, so an interrupted reader can read again.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING
 
 from multienv._engine.native import native
 from multienv._engine.wire.banks import SMALL, Bank
-from multienv._engine.wire.mapping import shared_memory_of
 from multienv.errors import SystemLimitError
 
 if TYPE_CHECKING:
@@ -64,6 +64,13 @@ ASKED = 63  # number of the last request in which an env asked outside, as Pytho
 SNAPSHOT_SECONDS = 64  # float64: time of the envs between two snapshots, at present (worker)
 SHARED = 65  # 1: the first byte on the wake socket brings the file that the workers share (trainer)
 
+_MAP_FIXED = 0x10  # on Linux
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+if _libc is not None:
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
 _SHORT_PAYLOAD = 2048
 _SHORT = 512
 _FILE_LIMIT = 2**41
@@ -84,17 +91,6 @@ class Segment:
         layout: Layout of the banks; the small one until :meth:`lay_out`.
         banks: For even and for odd requests.
     """
-
-    __slots__ = (
-        "_is_mapped",
-        "_long",
-        "_short",
-        "banks",
-        "descriptor",
-        "layout",
-        "times",
-        "words",
-    )
 
     def __init__(self, descriptor: int, *, read_only: bool = False) -> None:
         self.descriptor = descriptor
@@ -237,7 +233,27 @@ def _mapped(descriptor: int, size: int) -> memoryview:
     """Map the beginning of the file; -1: memory of this process alone, which a forked snapshot does not share."""
     if descriptor < 0:
         return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))
-    return shared_memory_of(descriptor, size)
+    return mapped_file(descriptor, size)
+
+
+def mapped_file(descriptor: int, size: int, offset: int = 0, flags: int = mmap.MAP_SHARED) -> memoryview:
+    """Map a part of a file, for reading and writing. Raises OSError.
+
+    The mapping goes with the last view of it, and needs no descriptor: ``mmap.mmap`` duplicates the one that it is
+    given, and keeps it (always until Python 3.13), which were two of five that a worker cost its trainer.
+
+    The file takes the place of memory without a file, which Python unmaps. A weakref would unmap it too early: of
+    garbage in a cycle Python calls weakrefs first, and then the finalizers, which still look into the memory.
+    """
+    if _libc is None:
+        return memoryview(mmap.mmap(descriptor, size, flags, offset=offset))
+    memory = mmap.mmap(-1, size, flags)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc.mmap(address, size, protection, flags | _MAP_FIXED, descriptor, offset) == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return memoryview(memory)
 
 
 def _words(memory: memoryview) -> memoryview[int]:

@@ -1,24 +1,106 @@
-"""A pickle whose large parts lie in a file that several workers share."""
+"""A pickle whose large parts lie in a file that several workers share.
+
+The trainer writes and seals the file; it has no name (``memfd_create``), as a segment has none. A worker maps it
+privately: it may write there, and no other process sees that; a page is shared until it is written to.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import pickle
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from multienv._engine.interrupts import finalizer
 from multienv._engine.threads import Lock
-from multienv._engine.wire.shared_file import Place, SharedFile
+from multienv._engine.wire.reducers import PickledCall
+from multienv._engine.wire.segment import anonymous_file, mapped_file
 from multienv.errors import ClosedError
 
+# What the kernel's lists of descriptors and mappings call the file; a segment has another name.
+DATA_NAME = "multienv-data"
 # Bytes of an array, or of a pickle, from which on it is shared: far less than a process itself takes.
 LARGE = 2**16
-# Held while parts are placed, and while a file is let go of. Reentrant: a finalizer may do the latter anywhere.
+# Where a part lies, and how many bytes it has.
+Place = tuple[int, int]
+
+# A part may be in the file already if its size and so many bytes at both of its ends are equal.
+_SAMPLE = 4096
+# Held while parts are placed.
 _lock = Lock()
 _files: weakref.WeakSet[SharedFile] = weakref.WeakSet()
+
+
+class SharedFile:
+    """Holds parts of pickles, equal ones once; no part can be added once it is sealed. Open as long as it is used.
+
+    Attributes:
+        descriptor: The file; -1 once it is closed.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = anonymous_file(DATA_NAME)
+        self._places: dict[tuple[int, int], list[Place]] = {}
+        self._end = 0
+        self._is_sealed = False
+
+    def seal(self) -> None:
+        """Seal the file: nobody can change it any more, no worker and not the trainer."""
+        if not self._is_sealed:
+            self._is_sealed = True
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+            with contextlib.suppress(OSError):  # EBUSY: the kernel uses a page; the seals are a precaution
+                fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+
+    def place_all(self, parts: Sequence[memoryview]) -> tuple[Place, ...] | None:
+        """Return where the file holds these parts; ``None``: not all of them, and they cannot be added."""
+        places = [place for place in map(self.place, parts) if place is not None]
+        return tuple(places) if len(places) == len(parts) else None
+
+    def place(self, part: memoryview) -> Place | None:
+        """Return where the file holds these bytes; they are added if need be, and ``None`` returned if they cannot.
+
+        Args:
+            part: One-dimensional, of bytes.
+        """
+        key = part.nbytes, zlib.crc32(part[-_SAMPLE:], zlib.crc32(part[:_SAMPLE]))
+        found = self._places.setdefault(key, [])
+        for place in found:
+            if self._holds(place, part):
+                return place
+        if self._is_sealed:
+            return None
+        place = self._end, part.nbytes
+        written = 0
+        while written < part.nbytes:
+            written += os.pwrite(self.descriptor, part[written:], self._end + written)
+        # Each part begins a page, or a worker's write to one would copy the edge of another.
+        self._end += -(-part.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        found.append(place)
+        return place
+
+    def _holds(self, place: Place, part: memoryview) -> bool:
+        """Compare, with numpy: a memoryview itself compares item by item, ten times as slowly."""
+        offset, size = place
+        return np.array_equal(mapped_file(self.descriptor, size, offset, mmap.MAP_PRIVATE), part)
+
+    def close(self) -> None:
+        """Close the descriptor. Again does nothing."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    @finalizer
+    def __del__(self) -> None:
+        if "descriptor" in self.__dict__:  # else it could not be made
+            self.close()
 
 
 class SharedPickle:
@@ -34,19 +116,9 @@ class SharedPickle:
 
     def __init__(self, data: bytes, places: Sequence[Place], file: SharedFile | None = None) -> None:
         self.data, self.places, self._file = data, tuple(places), file
-        if file is not None:
-            file.users.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedPickle, (self.data, self.places)
-
-    def place(self, parts: Sequence[memoryview]) -> bool:
-        """Place these parts in the file; tell whether it could take all of them."""
-        file = self._file
-        assert file is not None
-        places = [file.place(part) for part in parts] if file.descriptor >= 0 else [None]
-        self.places = tuple(place for place in places if place is not None)
-        return len(self.places) == len(places)
 
     def handed(self) -> int:
         """Return the descriptor of the file, to be handed to a worker; from now on the file does not change.
@@ -62,26 +134,14 @@ class SharedPickle:
     def load(self, descriptor: int) -> Any:
         """Unpickle, in a worker, from the file that it was handed. The buffers are private copies, made page by page.
 
+        Parts at one place are mapped once each: a write to one must not show in the other.
+
         Raises:
             OSError: The file cannot be mapped.
             Exception: What unpickling raises: it runs code of the user.
         """
-        first = min(offset for offset, _ in self.places)
-        end = max(offset + size for offset, size in self.places)
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        # Few mappings, because until Python 3.13 each has a descriptor of its own: one for all parts; and another one
-        # where several lie at the same place, because a write to one must not show in the other.
-        memory: list[memoryview] = []
-        used: Counter[Place] = Counter()
-        parts = []
-        for place in self.places:
-            if used[place] == len(memory):
-                mapping = mmap.mmap(descriptor, end - first, mmap.MAP_PRIVATE, access, offset=first)
-                memory.append(memoryview(mapping))
-            start = place[0] - first
-            parts.append(memory[used[place]][start : start + place[1]])
-            used[place] += 1
-        return self._loaded(parts, _loaded)
+        parts: list[Any] = [mapped_file(descriptor, size, offset, mmap.MAP_PRIVATE) for offset, size in self.places]
+        return _unpickled(*self._split(parts))
 
     def again(self) -> SharedPickle:
         """Return a second object for the same parts; it keeps the file open until nothing refers to it."""
@@ -96,33 +156,18 @@ class SharedPickle:
         if descriptor < 0 or len(self.data) + sum(size for _, size in self.places) > most:
             return b""
         parts = [bytearray(os.pread(descriptor, size, offset)) for offset, size in self.places]
-        return pickle.dumps(self._loaded(parts, _Whole), protocol=5)
+        return pickle.dumps(PickledCall(_unpickled, *self._split(parts)), protocol=5)
 
-    def _loaded(self, parts: list[Any], load: Callable[[Any, list[Any]], Any]) -> Any:
-        """Call ``load`` with pickle and buffers, which are ``parts``."""
-        return load(self.data, parts) if self.data else load(parts[0], parts[1:])
+    def _split(self, parts: list[Any]) -> tuple[Any, list[Any]]:
+        """Return pickle and buffers, given what lies at the places."""
+        return (self.data, parts) if self.data else (parts[0], parts[1:])
 
     def close(self) -> None:
         """Release the file, which is closed with its last user. Again does nothing."""
-        with _lock:
-            file, self._file = self._file, None
-            if file is not None:
-                file.users.discard(self)
-                if not file.users:
-                    file.close()
+        self._file = None
 
 
-class _Whole:
-    """Pickles as the value of a pickle and its buffers: it needs no file any more."""
-
-    def __init__(self, data: Any, buffers: list[Any]) -> None:
-        self._data, self._buffers = data, buffers
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _loaded, (self._data, self._buffers)
-
-
-def _loaded(data: Any, buffers: list[Any]) -> Any:
+def _unpickled(data: Any, buffers: list[Any]) -> Any:
     return pickle.loads(data, buffers=buffers)
 
 
@@ -144,15 +189,12 @@ def share(data: bytes, buffers: Sequence[memoryview]) -> SharedPickle:
         data = b""
     with _lock:
         for file in list(_files):
-            shared = SharedPickle(data, (), file)  # a user from here on: nothing closes the file meanwhile
-            if shared.place(parts):
-                return shared
-            shared.close()
+            places = file.place_all(parts)
+            if places is not None:
+                return SharedPickle(data, places, file)
         made = SharedFile()
         _files.add(made)
-        shared = SharedPickle(data, (), made)
-        shared.place(parts)
-        return shared
+        return SharedPickle(data, made.place_all(parts) or (), made)
 
 
 def _forget() -> None:
@@ -161,6 +203,7 @@ def _forget() -> None:
     _lock = Lock()
     for file in list(_files):
         file.close()
+    _files.clear()
 
 
 if hasattr(os, "register_at_fork"):

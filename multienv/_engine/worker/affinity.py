@@ -37,30 +37,24 @@ class Affinity:
 
     Args:
         words: The control words; the trainer's preferences are among them.
-        account: Descriptor of the kernel's account of waiting; -1: this system has none, and nothing is bound.
+        path: The kernel's account of waiting.
 
     Attributes:
-        account: As given.
+        account: Its descriptor; -1: this system has none, and nothing is bound.
         is_crowded: Something else wants the core: do not look for requests.
     """
 
-    def __init__(self, words: Any, account: int) -> None:
+    def __init__(self, words: Any, path: str | os.PathLike[str] = "/proc/self/schedstat") -> None:
         self.is_crowded = False
         self._words = words
-        self.account = account
+        self.account = -1
+        with contextlib.suppress(OSError):
+            self.account = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._samples = 0
         self._is_bound = False
         self._rest, self._rests_until = REST, 0.0
         self._waited: float | None = None
         self.start()
-
-    @classmethod
-    def of_this_process(cls, words: Any) -> Affinity:
-        """Return an object for this process; it binds nothing where the kernel does not count waiting time."""
-        account = -1
-        with contextlib.suppress(OSError):
-            account = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        return cls(words, account)
 
     def start(self) -> None:
         """Store the present cores and scheduling policy of this process, to restore them later."""

@@ -11,20 +11,17 @@ from itertools import repeat
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 
 from multienv._engine.wire.banks import Bank
 from multienv._engine.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_TAGS
 from multienv._engine.wire.digests import evidence_of
 from multienv._engine.wire.infos import NUMBERS
-from multienv._engine.wire.layout import Layout, layout_of
-from multienv._engine.wire.rows import Cell, cells, copy_into, has_rows, leaf_arrays, nested, row_writer
-from multienv._engine.worker.failures import pickled, wrong_value
+from multienv._engine.wire.rows import ARRAYS, Cell, cells, has_rows, leaf_arrays, nested, row_writer, verbatim_writer
+from multienv._engine.worker.replies import pickled, wrong_value
 
 # Characters of the types of numpy whose items a memoryview can be assigned.
 _ITEMS = "?bBhHiIlLqQfd"
 _WHOLE = slice(None)
-_ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
 _FLAGS = (bool, np.bool_)
 
 
@@ -107,22 +104,23 @@ class Verbatim:
     key = _WHOLE
 
     def __init__(self, space: Any, bank: Bank) -> None:
-        self._bank, self._layout = bank, layout_of(space)
+        self._bank = bank
         self._fits = False
         self._beside: tuple[Any, ...] = ()  # reward, terminated, truncated
         self.pickled_rows: list[bytes | None] | None = None
         self.evidence = [b""]
         self.whole: Any = None
         self.cells: list[Any] = [None]
-        # Digests are computed of each row as bytes, whatever its dtype.
-        self.leaves = [bank.leaf(index, (width,), np.uint8) for index, width in enumerate(bank.layout.leaf_bytes)]
-        if self._layout is not None and type(space) in _ARRAYS:
-            self.whole = bank.leaf(0, space.shape, space.dtype)
-            if len(space.shape) == 1 and space.dtype.isnative:
-                # Assigning to a memoryview also checks format and shape, twice as fast as asking; one dimension only.
-                self.cells = [self.whole[0].data]
-            else:
-                self.cells = [_ExactCell(self._layout, self.whole[0, ...])]
+        self.leaves: list[Any] = []
+        self._write: Callable[[Any], bool] = lambda observation: False
+        if has_rows(space):
+            self.leaves = leaf_arrays(space, bank, verbatim=True)
+            self._write = verbatim_writer(space, self.leaves)
+        if self.leaves and type(space) in ARRAYS:
+            (self.whole,) = self.leaves
+            # Assigning to a memoryview also checks format and shape, twice as fast as asking; one dimension only.
+            is_quick = len(space.shape) == 1 and space.dtype.isnative
+            self.cells = [self.whole[0].data if is_quick else Cell(self._assign, 0)]
 
     def take(self, slot: int, reward: Any, terminated: Any, truncated: Any) -> None:
         """Write a reward, with a tag of its type, and see whether all fits; the observation comes next."""
@@ -138,14 +136,16 @@ class Verbatim:
 
     def show(self, slot: int, observation: Any) -> None:
         """Write an observation, or pickle all that the env returned if not all of it fits the bank."""
-        layout, bank = self._layout, self._bank
-        if self._fits and layout is not None and layout.fits(observation):
-            layout.write(observation, bank.view, bank.layout.leaves[0])
+        if self._fits and self._write(observation):
             self.pickled_rows = None
             return
         transition = observation, *self._beside
-        bank.view[4] = 0
+        self._bank.view[4] = 0
         self.pickled_rows, self.evidence = [pickled("step", transition)], [evidence_of(transition)]
+
+    def _assign(self, slot: int, observation: Any) -> None:
+        if not self._write(observation):
+            raise ValueError
 
     def blank(self, slot: int) -> None:
         """Write the row of an env that has nothing to show: zeros."""
@@ -157,20 +157,6 @@ class Verbatim:
         """Return the info as it is now, of whatever type."""
         is_plain = type(info) is dict and NUMBERS.issuperset(map(type, info.values()))
         return dict(info) if is_plain else pickled("step", info)
-
-
-class _ExactCell:
-    """Takes an array that is assigned to all of it; raises ValueError if it does not fit to the bit."""
-
-    __slots__ = ("_fits", "_target")
-
-    def __init__(self, layout: Layout, target: Any) -> None:
-        self._fits, self._target = layout.fits, target
-
-    def __setitem__(self, whole: slice, value: Any) -> None:
-        if not self._fits(value):
-            raise ValueError
-        copy_into(self._target, value)
 
 
 def _number(reward: Any) -> float:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from multienv._engine.wire.segment import SHARED_NAME
-from multienv._engine.wire.shared_file import DATA_NAME
 
 # Why there is no snapshot; control word OBSTACLE is an index.
 OBSTACLES = (
@@ -45,7 +44,6 @@ _SHARED_MAPPING = re.compile(rb"s [0-9a-f]{8,} \S+ \d+ *(.*)\n")
 # A file of these folders that is mapped for reading may be memory that another process writes to.
 _MEMORY = (b"/dev/", b"/memfd:", b"/SYSV")
 _OUR_MAPPING = f"/memfd:{SHARED_NAME} ".encode()
-_OUR_DATA = f"/memfd:{DATA_NAME} "  # Python's mmap keeps a descriptor of what it maps
 # All other kinds are obstacles; epoll, eventfd, timerfd, inotify and so on have none of these.
 _OBSTACLE_OF = {stat.S_IFSOCK: SOCKETS, stat.S_IFIFO: PIPES, stat.S_IFCHR: DEVICES, stat.S_IFBLK: DEVICES}
 # Their files look like regular ones.
@@ -189,8 +187,6 @@ def _judged(descriptor: int, status: os.stat_result, flags: int) -> Found | None
 def _judged_file(descriptor: int, status: os.stat_result, flags: int) -> Found | None:
     """Return what is found of a regular file or a folder; ``None``: it is harmless."""
     if flags & os.O_PATH:  # only a name
-        return None
-    if not status.st_nlink and _name(descriptor).startswith(_OUR_DATA):
         return None
     if status.st_dev in _kernel_devices():
         return Found(DEVICES, _name(descriptor))

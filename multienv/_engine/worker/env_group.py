@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from time import perf_counter
@@ -17,10 +17,21 @@ from typing import Any, NoReturn
 import gymnasium
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
-from multienv._engine.wire.messages import Build, Call, Description, Failure, GetAttribute, Method, SetAttribute
+from multienv._engine.wire.codecs import Codec
+from multienv._engine.wire.messages import (
+    Build,
+    Call,
+    Description,
+    Failure,
+    GetAttribute,
+    IsWrapped,
+    Method,
+    Question,
+    SetAttribute,
+)
 from multienv._engine.wire.segment import SLOT, Segment
 from multienv._engine.worker import seeding
-from multienv._engine.worker.failures import failure_of, pickled, wrong_result
+from multienv._engine.worker.replies import failure_of, pickled, wrong_result
 from multienv._engine.worker.starts import Starts
 from multienv.errors import UsageError
 
@@ -36,9 +47,10 @@ class EnvGroup:
         segment: Of the worker: its control words say which slot is called.
 
     Attributes:
+        codec: Says how their steps lie in banks.
         starts: Resets at which a replay can begin.
         waiting: Slots that take no part in a replay yet.
-        raised: In the last call of :meth:`each` the env of a slot that is not in ``waiting`` has raised.
+        raised: In the last call of :meth:`ask` the env of a slot that is not in ``waiting`` has raised.
         calls: For each slot the function that a step calls: the env's ``step``, or after the end of an episode another
             one. The list is never replaced: native code holds it.
     """
@@ -49,18 +61,17 @@ class EnvGroup:
         self.verbatim = message.verbatim
         self.autoreset = message.autoreset
         self.truncates_errors = message.truncates_errors
-        self.observation_space = envs[0].observation_space if message.space is None else message.space
-        self.action_space = envs[0].action_space
+        self.codec = Codec(self.describe(), message.verbatim, message.space, message.autoreset)
+        self.observation_space, self.action_space = self.codec.space, self.codec.action_space
         self.words = segment.words
         self.starts = Starts(self.envs, message.starts, segment, message.generators)
         self.waiting: AbstractSet[int] = frozenset()
         self.raised = False
-        self._steps: list[Step] = []
         self._spaces = [(env.observation_space, env.action_space) for env in self.envs]
         self._new_spaces = b""
         self._ended = [not message.verbatim] * self.slots
-        self.calls: list[Step] = []
-        self.update_calls()
+        self._steps: list[Step] = [env.step for env in self.envs]
+        self.calls: list[Step] = list(map(self._call_of, range(self.slots)))
         for env, draw in zip(envs, message.draws, strict=False):
             seeding.give_generator(env, draw)
 
@@ -87,18 +98,12 @@ class EnvGroup:
     # --- episodes ---------------------------------------------------------------------------------
 
     def update_calls(self) -> None:
-        """Look up each env's ``step``: some envs set it anew, one for each phase."""
-        self._steps = [env.step for env in self.envs]
-        self.calls[:] = [self._call_after_end(slot) if ended else step for slot, (ended, step) in self._each_step()]
-
-    def calls_are_current(self) -> bool:
-        """Tell whether each env's ``step`` is unchanged; called after each request that is not a step."""
+        """Look up each env's ``step``, after a request that is none: some envs set it anew, one for each phase."""
         with contextlib.suppress(Exception):  # code of the user
-            return [env.step for env in self.envs] == self._steps
-        return True
-
-    def _each_step(self) -> Iterable[tuple[int, tuple[bool, Step]]]:
-        return enumerate(zip(self._ended, self._steps, strict=True))
+            steps: list[Step] = [env.step for env in self.envs]
+            if steps != self._steps:
+                self._steps = steps
+                self.calls[:] = map(self._call_of, range(self.slots))
 
     def begin(self, slot: int, **arguments: Any) -> tuple[Any, Any]:
         """Reset the env of a slot; return observation and info.
@@ -123,7 +128,7 @@ class EnvGroup:
         self.starts.count(perf_counter() - began)
         self._look_at_spaces(slot)
         self._ended[slot] = False
-        self.calls[slot] = self._steps[slot]
+        self.calls[slot] = self._call_of(slot)
         return observation, info
 
     def take_spaces(self) -> bytes:
@@ -151,9 +156,11 @@ class EnvGroup:
     def end(self, slot: int) -> None:
         """Note that the episode of a slot has ended."""
         self._ended[slot] = True
-        self.calls[slot] = self._call_after_end(slot)
+        self.calls[slot] = self._call_of(slot)
 
-    def _call_after_end(self, slot: int) -> Step:
+    def _call_of(self, slot: int) -> Step:
+        if not self._ended[slot]:
+            return self._steps[slot]
         return partial(self._begin_by_step, slot) if self.autoreset in {"NEXT_STEP", "SAME_STEP"} else _refuse
 
     def _begin_by_step(self, slot: int, action: Any) -> tuple[Any, float, bool, bool, Any]:
@@ -162,40 +169,8 @@ class EnvGroup:
 
     # --- calls and attributes ---------------------------------------------------------------------
 
-    def call(self, message: Call) -> bytes:
-        """Call a method of each env, or read an attribute that is not callable; as :meth:`each`."""
-        return self.each(message.name, message.slots, lambda index, env: _call_by_name(env, message))
-
-    def write(self, message: SetAttribute) -> bytes:
-        """Set an attribute of each env; as :meth:`each`."""
-        name, values = message.name, message.values
-        return self.each(name, message.slots, lambda index, env: env.set_wrapper_attr(name, values[index]))
-
-    def get(self, message: GetAttribute) -> bytes:
-        """Read an attribute of each env or of a wrapper of it; as :meth:`each`."""
-
-        def read(index: int, env: Any) -> Any:
-            value = _attribute(env, message.name)
-            return Method() if _is_method(value) or (message.callables and callable(value)) else value
-
-        return self.each(message.name, message.slots, read)
-
-    def is_wrapped(self, kind: tuple[str, str], slots: Sequence[int] | None) -> bytes:
-        """Tell of each env whether it has a wrapper of a class, given by module and name; as :meth:`each`."""
-
-        def look(index: int, env: Any) -> bool:
-            wrappers = [type(layer) for layer in seeding.layers_of(env) if isinstance(layer, gymnasium.Wrapper)]
-            return any((base.__module__, base.__name__) == kind for one in wrappers for base in one.__mro__)
-
-        return self.each("is_wrapped", slots, look)
-
-    def each(self, name: str, slots: Sequence[int] | None, ask: Callable[[int, Any], Any]) -> bytes:
-        """Call ``ask`` for each env; an exception in one does not keep the others from being asked.
-
-        Args:
-            name: Of the method or attribute, for errors.
-            slots: Which envs; ``None``: all.
-            ask: Called with the index in ``slots`` and the env.
+    def ask(self, message: Question) -> bytes:
+        """Call a method of each env, or read or write an attribute; one that raises does not keep others from it.
 
         Returns:
             A pickle: the list of answers, each pickled by itself (``None``: it failed), and failures by slot.
@@ -203,11 +178,12 @@ class EnvGroup:
         values: list[bytes | None] = []
         failures: dict[int, Failure] = {}
         self.raised = False
-        for index, slot in enumerate(range(self.slots) if slots is None else slots):
+        for index, slot in enumerate(range(self.slots) if message.slots is None else message.slots):
             self.words[SLOT] = slot + 1
             values.append(None)
             try:
-                values[index] = pickled(name, ask(index, self.envs[slot]))
+                answer = ASK[type(message)](message, index, self.envs[slot])
+                values[index] = pickled(getattr(message, "name", "is_wrapped"), answer)
             except Exception as error:
                 failures[slot] = failure_of(error)
                 self.raised |= slot not in self.waiting
@@ -219,9 +195,23 @@ def _refuse(action: Any) -> NoReturn:
     raise gymnasium.error.ResetNeeded("The episode of this env has ended. Call reset() before the next step().")
 
 
-def _call_by_name(env: Any, message: Call) -> Any:
+def _call(message: Call, index: int, env: Any) -> Any:
     attribute = _attribute(env, message.name)
     return attribute(*message.args, **(message.kwargs or {})) if callable(attribute) else attribute
+
+
+def _get(message: GetAttribute, index: int, env: Any) -> Any:
+    value = _attribute(env, message.name)
+    return Method() if _is_method(value) or (message.callables and callable(value)) else value
+
+
+def _set(message: SetAttribute, index: int, env: Any) -> Any:
+    return env.set_wrapper_attr(message.name, message.values[index])
+
+
+def _is_wrapped(message: IsWrapped, index: int, env: Any) -> bool:
+    wrappers = [type(layer) for layer in seeding.layers_of(env) if isinstance(layer, gymnasium.Wrapper)]
+    return any((base.__module__, base.__name__) == message.kind for one in wrappers for base in one.__mro__)
 
 
 def _attribute(env: Any, path: str) -> Any:
@@ -240,3 +230,12 @@ def _is_method(value: Any) -> bool:
     return isinstance(value, MethodType | BuiltinMethodType) and not isinstance(
         value.__self__, type | ModuleType | None
     )
+
+
+# Answers a question for one env, given its index in the slots that are asked.
+ASK: dict[type, Callable[[Any, int, Any], Any]] = {
+    Call: _call,
+    GetAttribute: _get,
+    SetAttribute: _set,
+    IsWrapped: _is_wrapped,
+}

@@ -35,32 +35,27 @@ from multienv._engine.wire.banks import (
     is_plain,
     split_entries,
 )
-from multienv._engine.wire.codecs import layout_of_envs, payload_of
+from multienv._engine.wire.codecs import payload_of
 from multienv._engine.wire.messages import (
     BEGINNING,
     Build,
-    Call,
     Close,
-    GetAttribute,
     GetGenerators,
-    IsWrapped,
     KeepSnapshot,
     Message,
-    Render,
+    Question,
     Replay,
     Reset,
     Rollout,
-    SetAttribute,
     dumps,
     is_recorded,
 )
 from multienv._engine.wire.segment import BUSY, REPLAYING, SLOT, Segment
 from multienv._engine.worker import seeding
-from multienv._engine.worker.env_group import EnvGroup
-from multienv._engine.worker.failures import failure_of, pickled
-from multienv._engine.worker.imports import BeforeBuild
+from multienv._engine.worker.env_group import ASK, EnvGroup
+from multienv._engine.worker.imports import watched_imports
 from multienv._engine.worker.registrations import built
-from multienv._engine.worker.replies import answer, answer_failure
+from multienv._engine.worker.replies import answer, answer_failure, failure_of, pickled
 from multienv._engine.worker.rollouts import RolloutRunner
 from multienv._engine.worker.stepper import Handle, Stepper
 
@@ -74,10 +69,9 @@ class Host:
             on.
         on_keep: Takes a snapshot to come back to, given the number of the last request and a token, or one for
             recoveries (token 0); returns the obstacle, or ``""``.
-        env_fns: What builds the envs, where it does not travel with the message.
         load: Returns what builds the envs, given what travels with the message.
         code: Returns from which files the process has imported, given when the imports for the envs began, in ns; see
-            ``source_files.noted``.
+            ``imports.noted``.
 
     Attributes:
         handle: Executes the request with this number; raises only exceptions that end the process. It may be another
@@ -93,7 +87,6 @@ class Host:
         *,
         on_build: Callable[[Build], None] = lambda message: None,
         on_keep: Callable[[int, int], str] = lambda number, token: "the trainer's own process",
-        env_fns: Sequence[Callable[[], Any]] | None = None,
         load: Callable[[Any], Sequence[Callable[[], Any]]] = cloudpickle.loads,
         code: Callable[[int], bytes] = lambda began: b"",
     ) -> None:
@@ -103,7 +96,7 @@ class Host:
         self._segment = segment
         self._on_build = on_build
         self._on_keep = on_keep
-        self._env_fns, self._load, self._code = env_fns, load, code
+        self._load, self._code = load, code
         self._group: EnvGroup | None = None
         self._stepper: Stepper | None = None
         self._runner: RolloutRunner | None = None  # made when it is first needed
@@ -138,8 +131,7 @@ class Host:
             if self._group is not None:
                 if is_recorded(message):
                     self._group.starts.count(perf_counter() - began)
-                if not self._group.calls_are_current():
-                    self._group.update_calls()
+                self._group.update_calls()
         except Exception as error:
             answer_failure(self._segment, number, error)
         words[SLOT] = 0
@@ -151,12 +143,9 @@ class Host:
         group, segment = self._envs(), self._segment
         segment.lay_out(layout)
         group.move(segment)
-        self._stepper = self._make_stepper(segment)
+        self._stepper = Stepper(group, segment)
         self.handle = self._stepper.compile(self._handle)
         self._runner = None
-
-    def _make_stepper(self, segment: Segment) -> Stepper:
-        return Stepper(self._envs(), segment)
 
     def _envs(self) -> EnvGroup:
         if self._group is None:
@@ -167,23 +156,18 @@ class Host:
         """Reply with a value; ``name`` says where it is from if it cannot be pickled."""
         answer(self._segment, number, VALUE, pickled(name, value))
 
-    def _answer_all(self, number: int, answers: bytes) -> None:
-        """Reply with what ``EnvGroup.each`` returned."""
-        answer(self._segment, number, VALUE, answers, flags=RAISED if self._envs().raised else 0)
-
     # --- one method per message -------------------------------------------------------------------
 
     def _build(self, number: int, message: Build) -> None:
         segment = self._segment
         self._on_build(message)
-        before = BeforeBuild() if message.tells_imports else None
+        imports_since = watched_imports() if message.tells_imports else lambda: None
         if message.seeds is not None:
             seeding.seed_process(message.seeds)
         specs = b"" if message.setting is None else message.setting.registrations
         began, began_at = perf_counter(), time_ns()
-        env_fns = self._load(message.env_fns) if self._env_fns is None else self._env_fns
         envs: list[Any] = []
-        for env_fn in env_fns:
+        for env_fn in self._load(message.env_fns):
             segment.words[SLOT] = len(envs) + 1
             try:
                 envs.append(built(env_fn, specs, envs))
@@ -195,16 +179,13 @@ class Host:
                 return
         segment.words[SLOT] = 0
         group = EnvGroup(envs, message, segment)
-        layout = layout_of_envs(
-            group.verbatim, group.observation_space, group.action_space, group.slots, group.autoreset
-        )
         # The reply lies in the small bank: the trainer knows no other yet.
-        imports = None if before is None else before.imports()
         seconds = perf_counter() - began
-        described = replace(group.describe(), seconds=seconds, imports=imports, code=self._code(began_at))
+        imports, code = imports_since(), self._code(began_at)
+        described = replace(group.describe(), seconds=seconds, imports=imports, code=code)
         self._answer(number, described, "its constructor (spaces, metadata, spec)")
         self._group = group
-        self._lay_out(layout)
+        self._lay_out(group.codec.layout)
 
     def _reset(self, number: int, message: Reset) -> None:
         assert self._stepper is not None
@@ -213,26 +194,15 @@ class Host:
     def _rollout(self, number: int, message: Rollout) -> None:
         group, bank = self._envs(), self._segment.banks[number & 1]
         if self._runner is None:
-            self._runner = RolloutRunner(group, self._segment, self._make_stepper)
+            self._runner = RolloutRunner(group, self._segment)
         skipped = bank.skipped.copy() if bank.view[1] & SKIPPED else np.zeros(group.slots, np.uint8)
         rolled, seconds = self._runner.run(number, message, skipped)
         self._answer(number, rolled, "rollout")
         self._rolled = number + max(0, len(rolled.banks) // self._segment.layout.size - 1), seconds
 
-    def _call(self, number: int, message: Call) -> None:
-        self._answer_all(number, self._envs().call(message))
-
-    def _get(self, number: int, message: GetAttribute) -> None:
-        self._answer_all(number, self._envs().get(message))
-
-    def _is_wrapped(self, number: int, message: IsWrapped) -> None:
-        self._answer_all(number, self._envs().is_wrapped(message.kind, message.slots))
-
-    def _set(self, number: int, message: SetAttribute) -> None:
-        self._answer_all(number, self._envs().write(message))
-
-    def _render(self, number: int, message: Render) -> None:
-        self._answer_all(number, self._envs().each("render", message.slots, lambda index, env: env.render()))
+    def _ask_each(self, number: int, message: Question) -> None:
+        answers = self._envs().ask(message)
+        answer(self._segment, number, VALUE, answers, flags=RAISED if self._envs().raised else 0)
 
     def _keep_snapshot(self, number: int, message: KeepSnapshot) -> None:
         self._answer(number, self._on_keep(message.number, message.token))
@@ -251,8 +221,7 @@ class Host:
         group = self._envs()
         try:
             for payload in message.calls:
-                call = pickle.loads(payload)
-                group.call(call) if isinstance(call, Call) else group.write(call)
+                group.ask(pickle.loads(payload))
             came = self._run(number, message)
         finally:
             group.starts.replaying, group.waiting = None, frozenset()
@@ -325,11 +294,7 @@ _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     Build: Host._build,
     Reset: Host._reset,
     Rollout: Host._rollout,
-    Call: Host._call,
-    GetAttribute: Host._get,
-    IsWrapped: Host._is_wrapped,
-    SetAttribute: Host._set,
-    Render: Host._render,
+    **dict.fromkeys(ASK, Host._ask_each),
     KeepSnapshot: Host._keep_snapshot,
     GetGenerators: Host._get_generators,
     Replay: Host._replay,

@@ -45,10 +45,10 @@ from multienv._engine.wire.segment import (
 from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv._engine.worker.affinity import Affinity
 from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors
+from multienv._engine.worker.imports import noted
 from multienv._engine.worker.main_module import stand_in
 from multienv._engine.worker.module_values import set_module_values
 from multienv._engine.worker.snapshots import Snapshots, Woken
-from multienv._engine.worker.source_files import noted
 
 # Sent to a worker that hangs: faulthandler then writes the stacks of all threads, also while C code runs.
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
@@ -134,7 +134,7 @@ def _live(descriptors: WorkerDescriptors, make_host: MakeHost) -> None:
                 snapshots.go_on(segment, descriptors)
                 segment.words[REPLY] = number  # tells the trainer that it is up
                 _wake(descriptors.wake_socket)
-            affinity = Affinity.of_this_process(segment.words)
+            affinity = Affinity(segment.words)
             snapshots.account = affinity.account
             _serve(descriptors.wake_socket, host, segment, snapshots, forks, affinity)
             break
@@ -316,10 +316,8 @@ def _load(shared: int, env_fns: bytes | SharedPickle) -> Any:
 
 
 def _apply_setting(build: Build, snapshots: Snapshots) -> None:
-    """Plan snapshots; set title, main module and surroundings as they are in the trainer."""
+    """Plan snapshots; set main module and surroundings as they are in the trainer."""
     snapshots.begin(build.snapshots, at_once=build.replacement, journal=build.journal)
-    if build.title:
-        set_title(build.title)
     setting = build.setting
     if setting is None:
         return

@@ -56,7 +56,7 @@ def main_script() -> MainScript:
     main = sys.modules.get("__main__")
     if main is None or isinstance(main, MainModule):  # an env in a worker has a worker of its own
         return _script
-    names = tuple(name for name in vars(main) if not _is_special(name))
+    names = tuple(name for name in vars(main) if not name.startswith("__") or not name.endswith("__"))
     module = getattr(getattr(main, "__spec__", None), "name", None) or ""
     # That of a package or an archive has no guard, as a rule.
     if module.rpartition(".")[2] == "__main__" or isinstance(main, UnguardedModule):
@@ -187,7 +187,6 @@ def refuse_while_importing(what: str) -> None:
 _travelled: dict[str, Any] = {}
 _script = MainScript()
 _module: ModuleType | None = None
-_failure = ""  # why it cannot be imported
 _importing = False
 # The interpreter may refer to it without holding it.
 _first = sys.modules.get("__main__")
@@ -195,21 +194,18 @@ _first = sys.modules.get("__main__")
 
 def _imported(why: str, remedy: str) -> ModuleType:
     """Return the script as a module; import it if that was not done before. Raises UsageError."""
-    global _module, _failure, _importing
+    global _module, _importing
     if not can_be_imported(_script):
         raise UsageError(f"{why} {_NO_FILE} {remedy}")
-    cause: BaseException | None = None
-    if _module is None and not _failure:
+    if _module is None:
         _importing = True
         try:
             _module = _run_script()
         except (Exception, SystemExit) as error:  # code of the user
-            _failure = f"Importing {_script.path or _script.module} raised {type(error).__name__}: {error}".rstrip(".")
-            cause = error
+            told = f"Importing {_script.path or _script.module} raised {type(error).__name__}: {error}".rstrip(".")
+            raise UsageError(f"{why} {told}. {remedy}") from error
         finally:
             _importing = False
-    if _module is None:
-        raise UsageError(f"{why} {_failure}. {remedy}") from cause
     return _module
 
 
@@ -235,7 +231,3 @@ def _why(name: str) -> str:
 
 def _remedy(name: str) -> str:
     return f"Move {name} to a module and import it from there; or name it in the code of env_fn, so that it travels."
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")

@@ -1,15 +1,16 @@
-"""How a worker writes its replies."""
+"""How a worker writes its replies, and exceptions of an env in a form that can be sent to the trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import pickle
+import traceback
 from typing import Any
 
-from multienv._engine.wire.banks import FAILED, HEAD, STEPPED, U32, pack_pickled_rows
-from multienv._engine.wire.infos import NONE, InfoPacker, pack_extras
+import cloudpickle
+
+from multienv._engine.wire.banks import FAILED, HEAD, U32
 from multienv._engine.wire.messages import Failure, dumps
 from multienv._engine.wire.segment import Segment
-from multienv._engine.worker.failures import failure_of, pickled
 
 
 def answer(
@@ -26,40 +27,65 @@ def answer_failure(segment: Segment, number: int, error: Exception) -> None:
     answer(segment, number, FAILED, dumps(failure_of(error)))
 
 
-def answer_rows(
-    segment: Segment,
-    number: int,
-    packer: InfoPacker,
-    infos: Sequence[tuple[int, Any]],
-    *,
-    flags: int = 0,
-    tag: int = 0,
-    evidence: bytes = b"",
-    pickled_rows: bytes = b"",
-    failures: Mapping[int, Failure] | None = None,
-    generators: Mapping[int, bytes] = NONE,
-    spaces: bytes = b"",
-) -> None:
-    """Reply to a step or a reset whose rows are written.
+class ResultNotPicklable(Exception):  # noqa: N818 - travels as a flag of Failure, never seen by users
+    """Says that what the env returned cannot be pickled."""
 
-    Args:
-        segment: With the rows.
-        number: Of the request.
-        packer: The worker's.
-        infos: Slot and info, or the pickle of an info.
-        flags: Of the reply.
-        tag: That of the reward.
-        evidence: A digest of each pickled row, packed.
-        pickled_rows: The list of the pickled rows, itself pickled; ``b""`` if all rows are in the bank.
-        failures: What envs have raised, by slot.
-        generators: Slot → state of its random generators before it was reset.
-        spaces: New ones of a single env, pickled.
+
+def wrong_result(method: str, wanted: str, result: Any) -> Exception:
+    """Return the error for an env whose ``step`` or ``reset`` does not return what gymnasium's API wants."""
+    return TypeError(
+        f"env.{method}() must return ({wanted}), and returned {type(result).__name__} {_text_of(result):.200}. "
+        "Wrap an env of the old gym API, or fix the env."
+    )
+
+
+def wrong_value(name: str, wanted: str, value: Any) -> Exception:
+    """Return the error for a reward that is not a number, or an info that is not a dict."""
+    return TypeError(
+        f"The env returned {type(value).__name__} {_text_of(value):.200} as {name}; gymnasium's API wants a {wanted}. "
+        "Fix the env."
+    )
+
+
+def pickled(name: str, result: Any) -> bytes:
+    """Pickle what the method or attribute ``name`` has returned. Raises :class:`ResultNotPicklable`."""
+    try:
+        return dumps(result)
+    except Exception as error:
+        raise ResultNotPicklable(
+            f"What the env returned from {name}() cannot be sent to the trainer: {type(error).__name__}: {error}. "
+            "Keep objects that cannot be pickled (locks, files, handles) out of observations and infos."
+        ) from error
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return the exception in a form that can always be pickled."""
+    return Failure(
+        type_name=f"{type(error).__module__}.{type(error).__qualname__}",
+        text=_text_of(error),
+        traceback="".join(traceback.format_exception(error)),
+        exception=_pickled(error),
+        result_not_picklable=isinstance(error, ResultNotPicklable),
+    )
+
+
+def _text_of(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:  # code of the user
+        return f"<a {type(value).__name__} whose str() raises>"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Pickle type, arguments and attributes; ``None`` where they cannot be.
+
+    Not the exception itself: to unpickle it would call its constructor, which may want other arguments.
     """
-    rest = b""
-    if infos and not failures and not generators and not spaces:
-        rest = packer.numbers(infos)
-    if not rest:
-        taken = [(slot, info if type(info) is bytes else pickled("step", info)) for slot, info in infos]
-        rest = pack_extras(taken, failures or {}, generators, spaces)
-    first = pack_pickled_rows(evidence, pickled_rows)
-    answer(segment, number, STEPPED, first + rest, flags=flags, tag=tag, pickled_part=len(first))
+    for state in (vars(error), {}):
+        try:
+            data: bytes = cloudpickle.dumps((type(error), error.args, state))
+            pickle.loads(data)
+        except Exception:  # noqa: S112 - pickling runs code of the user, in both directions
+            continue
+        return data
+    return None

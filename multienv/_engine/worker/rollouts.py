@@ -9,16 +9,15 @@ seen last.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
 import cloudpickle
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space
 
-from multienv._engine.wire.actions import PICKLED, action_decoder, action_encoder, shown
+from multienv._engine.wire.actions import PICKLED, action_decoder, shown
 from multienv._engine.wire.banks import (
     BEGIN,
     BEGUN,
@@ -34,17 +33,16 @@ from multienv._engine.wire.banks import (
     U32,
     Bank,
 )
-from multienv._engine.wire.codecs import Codec, payload_of
+from multienv._engine.wire.codecs import payload_of
 from multienv._engine.wire.messages import BEGINNING, Rollout, RolloutResult
-from multienv._engine.wire.rows import batch_of, has_rows, leaf_arrays, nested, stacked
+from multienv._engine.wire.rows import SOLID, batch_of, nested, stacked
 from multienv._engine.wire.segment import BUSY, OTHER_SECONDS, SLOT, Segment
 from multienv._engine.worker.env_group import EnvGroup
-from multienv._engine.worker.failures import failure_of, pickled
-from multienv._engine.worker.replies import answer_failure
+from multienv._engine.worker.replies import answer_failure, failure_of, pickled
+from multienv._engine.worker.stepper import Stepper
 from multienv.errors import ActionError
 
 Array = np.ndarray[Any, Any]
-_SOLID = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
 
 
 class RolloutRunner:
@@ -53,20 +51,17 @@ class RolloutRunner:
     Args:
         group: Holds the envs.
         segment: Of the worker, with banks that are laid out for the envs.
-        make_stepper: Makes what steps the envs, for another segment.
     """
 
-    def __init__(self, group: EnvGroup, segment: Segment, make_stepper: Callable[[Segment], Any]) -> None:
+    def __init__(self, group: EnvGroup, segment: Segment) -> None:
         self._group, self._segment, self._aside = group, segment, segment.aside()
-        stepper = make_stepper(self._aside)
+        stepper = Stepper(group, self._aside)
         self._reset = stepper.reset
         self._handle = stepper.compile(self._begin)
-        batched = group.action_space if group.verbatim else batch_space(group.action_space, group.slots)
-        self._encode, self._decode = action_encoder(batched, self._aside), action_decoder(batched, self._aside)
-        self._codec = Codec(group.describe(), verbatim=True) if group.verbatim else None
-        space = group.observation_space
-        lie_in_rows = not group.verbatim and has_rows(space)
-        self._leaves = [leaf_arrays(space, bank) if lie_in_rows else [] for bank in self._aside.banks]
+        self._encode = group.codec.encoder(self._aside)
+        self._decode = action_decoder(group.codec.asked_space, self._aside)
+        rows = [] if group.verbatim else group.codec.shown(self._aside)
+        self._leaves: list[list[Array]] = [each.leaves for each in rows]
         self._pickled_rows: list[bytes | None] = []  # for each slot of what was shown last
         self._seconds = 0.0
 
@@ -141,8 +136,7 @@ class RolloutRunner:
         self._segment.words[BUSY] = number
         try:
             self._reset(number, BEGINNING)
-            if not self._group.calls_are_current():
-                self._group.update_calls()
+            self._group.update_calls()
         except Exception as error:
             answer_failure(self._aside, number, error)
 
@@ -162,7 +156,7 @@ class RolloutRunner:
         if type(chosen) is tuple and len(chosen) == 2 and isinstance(chosen[1], dict):
             chosen, extras = chosen
         space, slots, verbatim = self._group.action_space, self._group.slots, self._group.verbatim
-        if not verbatim and type(space) in _SOLID:
+        if not verbatim and type(space) in SOLID:
             chosen = np.asarray(chosen)
             if type(space) is spaces.Discrete and (chosen.shape != (slots,) or chosen.dtype.kind not in "iub"):
                 raise ActionError(
@@ -205,7 +199,7 @@ class RolloutRunner:
         if pickled:
             pairs = zip(pickle.loads(pickled), self._pickled_rows, strict=True)
             self._pickled_rows = [old if new is None else new for new, old in pairs]
-        elif self._codec is not None:
+        elif self._group.verbatim:
             if bank.view[2] == FAILED or missing is not None:
                 bank.view[bank.layout.rewards :] = before.view[bank.layout.rewards :]
             else:
@@ -220,8 +214,8 @@ class RolloutRunner:
     def _shown(self, number: int) -> Any:
         """Return what the answer to a request showed, as the policy gets it, which may change it."""
         space = self._group.observation_space
-        if self._codec is not None:
-            return self._codec.observation(self._aside, number, self._pickled_rows[0])
+        if self._group.verbatim:
+            return self._group.codec.observation(self._aside, number, self._pickled_rows[0])
         if self._leaves[0]:
             return nested(space, [leaf.copy() for leaf in self._leaves[number & 1]])
         return batch_of(space, [pickle.loads(one) for one in self._pickled_rows if one is not None])

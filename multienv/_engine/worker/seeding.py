@@ -18,9 +18,29 @@ import gymnasium
 import numpy as np
 from gymnasium.utils.seeding import np_random
 
-from multienv._engine.worker.episode_count import EpisodeCount
-
 Env = gymnasium.Env[Any, Any]
+
+
+class EpisodeCount:
+    """Counts the episodes of an env that holds it in an attribute of itself, or of a wrapper.
+
+    Recoveries restore it like a random generator.
+
+    Attributes:
+        begun: How many have begun.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def getstate(self) -> int:
+        """Return how many have begun."""
+        return self.begun
+
+    def setstate(self, begun: int) -> None:
+        """Go on from there."""
+        self.begun = begun
+
 
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random, EpisodeCount)
 # Where gymnasium keeps the generator of an env or of a space, and the seed of an env's.

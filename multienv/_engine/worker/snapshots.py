@@ -27,7 +27,7 @@ import struct
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from multienv._engine.wire.banks import OVERHEAD
@@ -69,8 +69,6 @@ _LEAST_MULTIPLE = 100
 _OBSTACLE_FACTOR = 4
 # Part of the journal that requests may fill until the next one is due; it is taken after twice as many at the latest.
 _PART_OF_JOURNAL = 0.25
-# If snapshots are fewer steps apart than this, each step is checked for whether one is due.
-_OFTEN = 64
 _PR_SET_PDEATHSIG = 1
 _STDERR = 2
 # A snapshot is woken when its parent is dead, or about to be; seconds.
@@ -136,7 +134,7 @@ class Snapshots:
     @property
     def watches_all(self) -> bool:
         """Tell whether :meth:`consider` is to be called after each step."""
-        return 0 < self._every <= _OFTEN
+        return self._every > 0
 
     def begin(self, every: int, *, at_once: bool = False, journal: int = 0) -> None:
         """Plan snapshots.
@@ -211,11 +209,12 @@ class Snapshots:
         began = time.perf_counter()
         try:
             files = []
-            for found in self.census():
+            ours = {*self._descriptors.descriptors(), self.account}
+            for found in census(ours, self._pids, self._standard):
                 if found.obstacle:
                     return found.obstacle
                 files.append(found)
-            ours, theirs = socket.socketpair()
+            channel, theirs = socket.socketpair()
         except OSError:  # no descriptor is left
             return FAILED
         for stream in (sys.stdout, sys.stderr):  # or the copy would write the buffered text again
@@ -226,18 +225,18 @@ class Snapshots:
         try:
             pid = self._fork()
         except OSError:
-            ours.close()
+            channel.close()
             theirs.close()
             return FAILED
         if pid == 0:
-            ours.close()
+            channel.close()
             random.setstate(drawn)
             self._number, self._token = number, token
             self._freeze(theirs, timers, files)
         theirs.close()
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # worker and copy both do this, because either may be first
-        is_announced = self._announce(ANNOUNCEMENT.pack(pid, number, token), ours)
+        is_announced = self._announce(ANNOUNCEMENT.pack(pid, number, token), channel)
         self._pids.add(pid)
         if not token and is_announced:  # what was recorded since the one before is needed no more
             self._segment.words[SNAPSHOT], self._newest = number, pid
@@ -264,10 +263,6 @@ class Snapshots:
                     self._pids.discard(pid)
             except ChildProcessError:  # the env reaps every child it finds
                 self._pids.discard(pid)
-
-    def census(self) -> Iterator[Found]:
-        """Yield what this process has beyond its memory, except what is harmless."""
-        return census({*self._descriptors.descriptors(), self.account}, self._pids, self._standard)
 
     def _drop(self) -> None:
         """End the newest snapshot, because what it would repeat is not only in its memory."""

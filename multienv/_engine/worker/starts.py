@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from multienv._engine.wire.segment import BUSY, OTHER_SECONDS, STEP_SECONDS, Segment
@@ -39,13 +38,7 @@ class Starts:
         has_drawn: In a replay envs have drawn other numbers from ``random`` or ``numpy.random`` than the first time.
     """
 
-    def __init__(
-        self,
-        envs: Sequence[Any],
-        share: float,
-        segment: Segment,
-        first: Mapping[int, bytes] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, envs: Sequence[Any], share: float, segment: Segment, first: Mapping[int, bytes]) -> None:
         self.segment = segment
         self.generators: dict[int, bytes] = {}
         self.replaying: dict[int, bytes] | None = None

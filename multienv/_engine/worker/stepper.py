@@ -15,21 +15,32 @@ from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import utils
 
 from multienv._engine.native import native
 from multienv._engine.wire.actions import action_decoder
-from multienv._engine.wire.banks import BEGUN, ENDED, LEFT_ALONE, NOT_RESET, PICKLED_ROWS, RAISED, SKIPPED, STEP, Bank
+from multienv._engine.wire.banks import (
+    BEGUN,
+    ENDED,
+    LEFT_ALONE,
+    LENGTH,
+    NOT_RESET,
+    PICKLED_ROWS,
+    RAISED,
+    SKIPPED,
+    STEP,
+    STEPPED,
+    Bank,
+)
 from multienv._engine.wire.codecs import REWARD_TAGS
 from multienv._engine.wire.digests import MARK, digester, evidence_of, pack_evidence
 from multienv._engine.wire.infos import InfoPacker
 from multienv._engine.wire.messages import Failure, Reset
+from multienv._engine.wire.rows import ARRAYS
 from multienv._engine.wire.segment import BUSY, REPLY_PAYLOAD, SLOT, Segment
 from multienv._engine.worker.cells import Cast, Verbatim
 from multienv._engine.worker.env_group import EnvGroup
-from multienv._engine.worker.failures import failure_of, pickled, wrong_result
-from multienv._engine.worker.replies import answer_failure, answer_rows
+from multienv._engine.worker.replies import answer, answer_failure, failure_of, pickled, wrong_result
 
 # Executes a request. Host.handle says what it returns.
 Handle = Callable[[int], Any]
@@ -51,10 +62,7 @@ class Stepper:
 
     def __init__(self, group: EnvGroup, segment: Segment) -> None:
         self._group, self._segment = group, segment
-        space: Any = group.action_space
-        self._asked_space = space if group.verbatim else utils.batch_space(space, group.slots)
-        self._is_array = type(self._asked_space) in (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
-        self._decode = action_decoder(self._asked_space, segment)
+        self._decode = action_decoder(group.codec.asked_space, segment)
         self._packer = InfoPacker(group.slots)
         self._replies = [_Reply(group, bank) for bank in segment.banks]
 
@@ -67,7 +75,8 @@ class Stepper:
             otherwise: Executes a request that is not a step.
         """
         segment, group, rest, finish, decode = self._segment, self._group, self._rest, self._finish, self._decode
-        asked_space, is_array = self._asked_space, self._is_array
+        space = group.codec.asked_space
+        is_array = type(space) in ARRAYS
         words, calls, ndarray, tags, verbatim = segment.words, group.calls, np.ndarray, _PLAIN_REWARDS, group.verbatim
         slots, marks = range(group.slots), range(1, group.slots + 1)
         targets: list[tuple[Any, ...]] = [
@@ -90,7 +99,7 @@ class Stepper:
                 if not verbatim:
                     actions = decode(number, tag & ~SKIPPED)
                     if not is_array:
-                        actions = utils.iterate(asked_space, actions)
+                        actions = utils.iterate(space, actions)
                 else:  # an action that is skipped is not even unpickled: it may be what ends each process
                     actions = (None if tag & SKIPPED else decode(number, tag),)
                 for slot, mark, call, action, cell in zip(slots, marks, asked, actions, cells, strict=True):
@@ -205,7 +214,8 @@ class Stepper:
         observation, reward, terminated, truncated, info = result
         if self._group.autoreset != "SAME_STEP":
             return observation, info
-        reply.note_final(slot, observation)
+        assert reply.bank.finals is not None
+        reply.bank.finals[slot] = int.from_bytes(evidence_of(observation)[: len(MARK)], "little")
         data = pickled("step", (observation, reward, bool(terminated), bool(truncated), info))
         final_observation, _, _, _, final_info = pickle.loads(data)  # the env may change its own in reset()
         try:
@@ -248,7 +258,8 @@ class Stepper:
     def _note_failure(self, reply: _Reply, slot: int, failure: Failure, failures: Failures) -> None:
         self._group.end(slot)
         reply.blank(slot)
-        reply.note_failure(slot)
+        reply.flags |= RAISED
+        reply.bank.failed[slot] = True
         failures[slot] = failure
 
     # --- replies ----------------------------------------------------------------------------------
@@ -258,23 +269,18 @@ class Stepper:
         self._segment.words[SLOT] = 0
         if reply.digest is not None:
             reply.digest()
-        rows, evidence, pickled_rows, flags = reply.rows, b"", b"", reply.flags
-        if flags & PICKLED_ROWS:
-            assert rows.pickled_rows is not None
-            evidence, pickled_rows = pack_evidence(rows.evidence), pickle.dumps(rows.pickled_rows, protocol=5)
-        answer_rows(
-            self._segment,
-            number,
-            self._packer,
-            infos,
-            flags=flags,
-            tag=reply.bank.view[4],
-            evidence=evidence,
-            pickled_rows=pickled_rows,
-            failures=failures,
-            generators=self._group.starts.take(),
-            spaces=self._group.take_spaces(),
-        )
+        generators, spaces, first, rest = self._group.starts.take(), self._group.take_spaces(), b"", b""
+        if reply.flags & PICKLED_ROWS:
+            evidence = pack_evidence(reply.rows.evidence)
+            first = LENGTH.pack(len(evidence)) + evidence + pickle.dumps(reply.rows.pickled_rows, protocol=5)
+        is_plain = not failures and not generators and not spaces
+        if infos and is_plain:
+            rest = self._packer.numbers(infos)
+        if not rest and (infos or not is_plain):
+            taken = [(slot, info if type(info) is bytes else pickled("step", info)) for slot, info in infos]
+            rest = pickle.dumps((taken, failures, generators, spaces), protocol=5)
+        payload, tag = first + rest, reply.bank.view[4]
+        answer(self._segment, number, STEPPED, payload, flags=reply.flags, tag=tag, pickled_part=len(first))
 
 
 class _Reply:
@@ -314,16 +320,6 @@ class _Reply:
         """Set the flags of an env whose episode has ended."""
         self.flags |= ENDED
         self.bank.terminated[slot], self.bank.truncated[slot] = terminated, truncated
-
-    def note_final(self, slot: int, observation: Any) -> None:
-        """Write a digest of an observation that ended an episode, if the next one begins in the same step."""
-        assert self.bank.finals is not None
-        self.bank.finals[slot] = int.from_bytes(evidence_of(observation)[: len(MARK)], "little")
-
-    def note_failure(self, slot: int) -> None:
-        """Set the flag of an env that has raised."""
-        self.flags |= RAISED
-        self.bank.failed[slot] = True
 
     def clear_flags(self) -> None:
         """Unset flags and final digests of all envs: an earlier request, or the trainer, may have set some."""

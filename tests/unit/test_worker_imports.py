@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multienv._engine.worker import imports, source_files
-from multienv._engine.worker.source_files import changed_file, noted
+from multienv._engine.worker import imports
+from multienv._engine.worker.imports import changed_file, noted
 
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(source_files, "_noted", {})
+    monkeypatch.setattr(imports, "_noted", {})
     path = tmp_path / "noted_module.py"
     path.write_text("VALUE = 1\n")
     yield path
@@ -44,7 +44,7 @@ def test_imported_modules_are_noted_with_packages_but_without_the_standard_libra
     status = module.stat()
     assert files[str(module)] == (status.st_mtime_ns, status.st_size)
     assert np.__file__ in files
-    assert source_files.__file__ in files
+    assert imports.__file__ in files
     assert json.__file__ not in files
 
 
