@@ -6,12 +6,11 @@ findings of earlier checks. If a check finds the env broken, the examination end
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -25,13 +24,10 @@ from rich.filesize import decimal
 from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.building.building import EnvFn
 from multienv._engine.cores import cores
-from multienv._engine.recovery.journal import AFFORDABLE
 from multienv._engine.recovery.policy import ForkingPolicy
 from multienv._engine.recovery.verification import is_comparable
 from multienv._engine.reports.texts import foreign_frames
-from multienv._engine.worker.snapshots import interval_for
 from multienv.cli.env_functions import arguments_advice
-from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
 from multienv.cli.watching import Noticed, ObservedEnv, seeded
@@ -45,7 +41,7 @@ from multienv.errors import (
     WorkerLostError,
     first_line,
 )
-from multienv.events import Event, Loss, Recovery, Statistics
+from multienv.events import Event, Loss, Recovery
 from multienv.testing.killer import send
 
 Verdict = Literal["ok", "note", "truncates", "broken"]
@@ -87,8 +83,6 @@ _TIMES_IF_CALM, _LEAST_IF_CALM = 100.0, 10.0
 _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 # About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
-# Snapshots whose time is measured.
-_FORKS = 5
 # From this many seconds on, a start is slow enough to advise a preload.
 _LONG_START = 3.0
 # Things outside that are shown, and what follows from each kind.
@@ -164,17 +158,13 @@ class Patient:
         start: Seconds that a worker took to build the env.
         memory: Bytes of a worker that has just built the env.
         recycling: The options of RestartPolicy that help against the env's leaks.
-        steps: How many it has taken in all workers.
         crashed, hung: How often the env itself crashed or hung; the doctor's own strikes do not count.
         last_loss: The last such loss of a worker that was left alone.
         stack: Where it crashed or hung last, if that is known.
         is_doomed: Whether it crashed in the same step each time: then it crashes in each replay, too.
-        obstacle: Why the env has no snapshots, or ``""``.
         began: When the examination began.
-        episode_seconds: Env time of the longest episode that its spec allows; 0.0: unknown.
+        longest: Steps of the longest episode that its spec allows; 0: unknown.
         is_busy: Other programs keep all cores busy: times say little.
-        exact_steps: About how many steps of a worker a replay repeats exactly, though the env carries memory across
-            resets; 0: not known.
     """
 
     name: str
@@ -192,17 +182,14 @@ class Patient:
     start: float = 0.0
     memory: int = 0
     recycling: list[str] = field(default_factory=list)
-    steps: int = 0
     crashed: int = 0
     hung: int = 0
     last_loss: WorkerLostError | None = None
     stack: str = ""
     is_doomed: bool = False
-    obstacle: str = ""
     began: float = field(default_factory=time.monotonic)
-    episode_seconds: float = 0.0
+    longest: int = 0
     is_busy: bool = False
-    exact_steps: int = 0
 
     @property
     def verdict(self) -> Verdict:
@@ -224,6 +211,16 @@ class Patient:
         return "truncates" if self.ways and self.again else "unknown"
 
     @property
+    def step_seconds(self) -> float:
+        """Return how long a step of the first walk took on average, with its share of the resets."""
+        return self.first.seconds / self.first.steps
+
+    @property
+    def episode_seconds(self) -> float:
+        """Return about how long the longest episode takes that the env's spec allows; 0.0: unknown."""
+        return self.longest * self.step_seconds
+
+    @property
     def own_faults(self) -> str:
         """Return what the env did by itself, such as ``"crashed 3 times and hung once"``; or ``""``."""
         counts = (("crashed", self.crashed), ("hung", self.hung))
@@ -242,9 +239,8 @@ class Patient:
         """Return the name of the first reset or step of a walk that is not as in the first one."""
         return walk.differs_at(self.first, observations=not self.noticed.incomparable)
 
-    @contextlib.contextmanager
-    def worker(self, *, env_fn: EnvFn | None = None, **options: Any) -> Iterator[SubprocessEnv]:
-        """Start a worker with the env (or another one), and close it in the end. By default a loss raises.
+    def worker(self, *, env_fn: EnvFn | None = None, **options: Any) -> SubprocessEnv:
+        """Return the env (or another one) in a worker of its own. By default a loss raises.
 
         All workers begin with the same states of ``random`` and ``numpy.random``. If the env has hung, the recommended
         deadlines apply: otherwise each further hang would take 10 s.
@@ -255,11 +251,7 @@ class Patient:
             step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
         deadlines = Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
         build = seeded(env_fn or self.env_fn)
-        with SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, **options}) as env:
-            try:
-                yield env
-            finally:
-                self.steps += env.statistics().steps
+        return SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, **options})
 
 
 def examine(patient: Patient, report: Callable[[Row], object]) -> list[Row]:
@@ -360,6 +352,7 @@ def builds(patient: Patient) -> Row:
     began = time.perf_counter()
     with patient.worker() as env:
         patient.start, patient.memory = time.perf_counter() - began, env.statistics().rss or 0
+        patient.longest = (env.spec and env.spec.max_episode_steps) or 0
     size, ready = decimal(len(cloudpickle.dumps(patient.env_fn))), duration(patient.start)
     advice = 'Are its imports slow? Try preload="auto": also each loss then costs less time.'
     means = f"env_fn takes {size}; its worker is ready after {ready}, and takes {decimal(patient.memory)}"
@@ -368,18 +361,11 @@ def builds(patient: Patient) -> Row:
 
 def steps(patient: Patient) -> Row:
     """Walk at random. All later walks are compared with this one."""
-    known: dict[str, Any] = {}
-
-    def look(env: SubprocessEnv) -> None:
-        known.update(each=env.statistics().step_seconds, spec=env.spec)
-
     lost_in: list[int] = []
-    first = undisturbed(patient, STEPS, tries=TRIES, least=FEW, look=look, seconds=_SECONDS, lost_in=lost_in)
-    patient.first, spec = first, known.get("spec")
-    each = known.get("each") or first.slowest_step
-    patient.episode_seconds = each * ((spec and spec.max_episode_steps) or 0)
+    first = undisturbed(patient, STEPS, tries=TRIES, least=FEW, seconds=_SECONDS, lost_in=lost_in)
+    patient.first = first
     slowest = f"the slowest step {duration(first.slowest_step)}, the slowest reset {duration(first.slowest_reset)}"
-    means = f"{first.steps} random steps of {duration(each)} each, {slowest}"
+    means = f"{first.steps} random steps of {duration(patient.step_seconds)} each, {slowest}"
     lost = patient.last_loss
     if lost is None:
         return Row("ok", means)
@@ -440,7 +426,7 @@ def begins_anew(patient: Patient) -> Row:
     """Take the steps of several episodes again, some of which begin in a new process: does a memory show?"""
     if not patient.again or patient.noticed.incomparable:
         return Row("note", f"not known: {_DOES_NOT_REPEAT if not patient.again else 'see the line compares'}")
-    fit_in = _ANEW_SECONDS * patient.first.steps / patient.first.seconds
+    fit_in = _ANEW_SECONDS / patient.step_seconds
     longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
     lost_in: list[int] = []
     most = _ANEW_STEPS // (5 if patient.own_faults else 1)  # or it crashes before the end
@@ -564,7 +550,7 @@ def shares(patient: Patient) -> Row | None:
 
 def renders(patient: Patient) -> Row | None:
     """Render frames in a worker, if the env has a render mode for frames. Report what renders them."""
-    with patient.worker(env_fn=partial(drawn, patient.env_fn)) as env:
+    with patient.worker(env_fn=partial(ObservedEnv, patient.env_fn)) as env:
         if env.render_mode in (None, "human", "ansi", "ansi_list"):
             return None
         env.reset(seed=SEED)
@@ -621,16 +607,16 @@ def outside(patient: Patient) -> Row:
 def forks(patient: Patient) -> Row:
     """Kill the worker with SIGKILL after it has forked a snapshot of itself."""
     struck = strike(patient, ForkingPolicy(snapshot_every=max(1, patient.first.steps // 4)))
-    recovery, patient.obstacle = struck.recovery, struck.statistics.no_snapshots
+    recovery = struck.recovery
     if recovery.method == "snapshot":
         patient.ways["snapshot"] = struck.outcome
         if struck.outcome == "exact":
             return Row("ok", f"a killed worker is recovered exactly from its snapshot, in {duration(recovery.seconds)}")
         advice = f"Use RestartPolicy(snapshots=False): this env changes when its process is forked. {_OR_CHANCE}"
         return Row("note", f"after a recovery from a snapshot, {struck.difference} differs silently", advice)
-    if patient.obstacle:
+    if struck.obstacle:
         advice = "No snapshot is needed if replays work: see the next line."
-        return Row("note", f"no snapshot can be taken: {patient.obstacle}", advice)
+        return Row("note", f"no snapshot can be taken: {struck.obstacle}", advice)
     if struck.outcome == "truncated":
         return Row("note", f"no snapshot brings a killed worker back: {struck.reason}", struck.advice)
     advice = "" if patient.own_faults else _USE_NP_RANDOM  # a copy that crashes or hangs is not taken either
@@ -653,9 +639,7 @@ def replays(patient: Patient) -> Row:
         advice += f" {_OR_CHANCE}"
         return Row(_unless_recoverable(patient), struck.replay, advice)
     if patient.remembers:
-        patient.exact_steps = int(float(f"{AFFORDABLE * patient.first.steps / patient.first.seconds:.1g}"))
-        means = f"{struck.replay}; but from about step {patient.exact_steps:,} of a worker on it begins at a reset, "
-        means += f"and {_MEMORY}"
+        means = f"{struck.replay}; but later in a run a replay begins at a reset, and {_MEMORY}"
         return Row(_unless_recoverable(patient), means, "See the line begins anew.")
     if not _outgrows_replays(patient):
         return Row("ok", struck.replay)
@@ -745,33 +729,8 @@ def _usage(env: SubprocessEnv) -> dict[str, int]:
         raise SpoiledError("the env ended its worker between two steps") from error
 
 
-# --- what a snapshot costs ------------------------------------------------------------------------
-
-
-def snapshots(patient: Patient) -> Row | None:
-    """Measure what a snapshot costs, if the env crashes or hangs by itself, and tell how often workers take one."""
-    if not patient.own_faults or patient.obstacle or "differs" in patient.ways.values():
-        return None
-    costs = []
-    with patient.worker() as env, contextlib.suppress(UsageError):  # it cannot be forked
-        env.reset(seed=SEED)
-        for _ in range(_FORKS):
-            began = time.perf_counter()
-            env.snapshot()
-            costs.append(time.perf_counter() - began)
-    if not costs:
-        return None
-    cost, step = float(np.median(costs)), patient.first.seconds / patient.first.steps
-    faults = patient.steps / (patient.crashed + patient.hung)
-    interval = interval_for(cost, faults * step)
-    means = f"each takes {duration(cost)}. A crash or hang comes about once in {faults:,.0f} steps: after the first "
-    means += f"one, workers take a snapshot every {max(1, interval / step):,.0f}, which is best"
-    return Row("ok", means)
-
-
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
     load, builds, steps, compares, spaces, repeats, begins_anew, draws, shares, renders, outside, forks, replays, leaks,
-    snapshots,
 )  # fmt: skip
 
 
@@ -783,13 +742,13 @@ class Struck:
         outcome: See ``Patient.ways``.
         difference: The reset or step at which the walk differs from the undisturbed walk.
         recovery: The recovery from the loss.
-        statistics: The worker's statistics at the end.
+        obstacle: Why the env has no snapshots, or ``""``.
     """
 
     outcome: Outcome
     difference: str
     recovery: Recovery
-    statistics: Statistics
+    obstacle: str
 
     @property
     def reason(self) -> str:
@@ -846,7 +805,7 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
         policy = replace(restart, max_restarts=_MOST_LOSSES)
         with patient.worker(reports="", hooks=[events.append], restart=policy) as env:
             walk(env, patient.first.steps, before_step=before_step, found=found)
-            known = env.statistics()
+            obstacle = env.statistics().no_snapshots
     finally:
         for event in events:
             if isinstance(event, Loss) and event.pid not in victims:
@@ -866,7 +825,7 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
         outcome = "truncated"
     elif difference:
         outcome = "differs" if all(one.outcome == "exact" for one in recoveries) else "strayed"
-    return Struck(outcome, difference, ours, known)
+    return Struck(outcome, difference, ours, obstacle)
 
 
 def _outgrows_replays(patient: Patient) -> bool:
