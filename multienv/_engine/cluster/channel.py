@@ -21,7 +21,7 @@ from multienv._engine.processes.channel import LONGEST_SLEEP, Channel, Fate, Gon
 from multienv._engine.threads import Bell
 from multienv._engine.wire.actions import PICKLED
 from multienv._engine.wire.banks import HEAD, MESSAGE, SKIPPED, STEP
-from multienv._engine.wire.segment import LOSS_SECONDS, PID, REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS, Segment
+from multienv._engine.wire.segment import LOSS_SECONDS, REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS, Segment
 from multienv.events import LossCause
 
 # Seconds given to the stack of a live process, and to its end, on the node and on the way.
@@ -68,16 +68,6 @@ class RelayChannel(Channel):
         self._is_released = False
         self.name = courier.open(self)
         courier.post(begin(self.name))
-
-    @property
-    def pid(self) -> int | None:
-        """Return the pid of the process, on its node; ``None`` until it is known."""
-        return self.segment.words[PID] or None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the channel has not been released."""
-        return not self._is_released
 
     # --- requests and replies -------------------------------------------------------------------
 

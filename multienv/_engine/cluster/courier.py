@@ -125,13 +125,6 @@ class Courier:
         """Whether the relay has been reached, and is not lost."""
         return self._host is not None and not self.lost
 
-    @property
-    def channels(self) -> list[RelayChannel]:
-        """Return those that are open."""
-        # Not by values(), which other threads must not add to meanwhile.
-        known = [reference() for reference in self._channels.valuerefs()]
-        return [channel for channel in known if channel is not None and channel.is_open]
-
     def close(self) -> None:
         """End the host, soon. Takes no lock and does not wait."""
         self._is_closing = True
@@ -163,8 +156,10 @@ class Courier:
 
     def _end(self, why: str) -> None:
         self.lost = self.lost or why
-        for channel in self.channels:
-            channel.hear_gone(self._loss_of(channel))
+        for reference in self._channels.valuerefs():  # not values(), which other threads must not add to meanwhile
+            channel = reference()
+            if channel is not None:
+                channel.hear_gone(self._loss_of(channel))
 
     def _loss_of(self, channel: RelayChannel) -> Callable[[], Gone]:
         return partial(

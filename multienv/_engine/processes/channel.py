@@ -17,7 +17,7 @@ from pathlib import Path
 
 from multienv._engine.interrupts import interruptible
 from multienv._engine.threads import Bell
-from multienv._engine.wire.segment import CORE, REPLY, RESIDENT, SPINNERS, TRAINER_SLEEPS, Segment
+from multienv._engine.wire.segment import CORE, PID, REPLY, RESIDENT, SPINNERS, TRAINER_SLEEPS, Segment
 from multienv.events import LossCause
 
 # Looks at the reply before the trainer goes to sleep, giving the core away at each: 30 to 50 µs.
@@ -142,9 +142,9 @@ class Channel(ABC):
     code = b""
 
     @property
-    @abstractmethod
     def pid(self) -> int | None:
-        """Return the pid of the process; ``None`` until it is known."""
+        """Return the pid of the process, where it runs; ``None`` until the process has written it into the segment."""
+        return self.segment.words[PID] or None
 
     @abstractmethod
     def ring(self, number: int) -> None:
@@ -203,9 +203,9 @@ class Channel(ABC):
         words = self.segment.words
         words[CORE], words[SPINNERS] = 0 if core is None else core + 1, sharing
 
-    @abstractmethod
     def stack(self) -> str:
         """Return the Python stacks of the process as they are now; ``""`` if they do not come within a second."""
+        return ""
 
     @abstractmethod
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
@@ -217,12 +217,12 @@ class Channel(ABC):
             detail: For the message.
         """
 
-    @abstractmethod
     def wake(self) -> Channel | None:
         """Wake the snapshot of the ended process, as a new process with a new segment; ``None`` if there is none.
 
         The new process is up once ``wait(fate.snapshot, …)`` returns true.
         """
+        return None
 
     @abstractmethod
     def close(self, timeout: float, *, keep_memory: bool = False) -> bool:

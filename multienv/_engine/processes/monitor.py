@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 from multienv._engine.processes.channel import Fate
 from multienv._engine.processes.forked import become_worker, prctl
@@ -356,20 +355,19 @@ class Monitor:
             if template is not None and template.pid and not template.is_ready:
                 self._have_wait(template, order, descriptors)
                 return
-            lines = Lines.make(descriptors)
+            ends = make_lines(descriptors)
             number = next(self._numbers)
             self._older = {name: self._older.get(name, number) for name in shared_memory()}
             folder = made(self._folder and f"{self._folder}/{number}")
             order = replace(order, folder=number if folder else -1)
-            forked = template.fork(order, [*lines.ends, lines.stderr_write], self._spared()) if template else 0
+            forked = template.fork(order, ends, self._spared()) if template else 0
             pid = forked or os.fork()
         except OSError as error:
             self._decline(descriptors, f"The monitor cannot launch the worker: {error}. {advice(error)}")
             return
         if pid == 0:
-            ends = [*lines.ends, lines.stderr_write]
             become_worker(ends, order, monitor, folder, self._spawn_command, self._thread_variables)
-        self._admit(lines, pid, folder, number)
+        self._admit(descriptors, ends, pid, folder, number)
 
     def _remove_folders(self) -> None:
         """Remove the folders of workers that have ended and have left no snapshot."""
@@ -484,18 +482,17 @@ class Monitor:
     def _wake(self, snapshot: FrozenCopy | None, descriptors: list[int]) -> None:
         """Wake a snapshot, which becomes a worker."""
         try:
-            lines = Lines.make(descriptors)
+            ends = make_lines(descriptors)
             if snapshot is None:
                 raise OSError("there is no such snapshot")
-            handed = (*lines.ends, lines.stderr_write)
-            send_with_descriptors(snapshot.channel, WAKING.pack(os.getpid()), handed)
+            send_with_descriptors(snapshot.channel, WAKING.pack(os.getpid()), ends)
         except OSError as error:
             if snapshot is not None:
                 snapshot.end()
             self._decline(descriptors, f"The monitor cannot wake the snapshot: {error}. {advice(error)}")
             return
         snapshot.channel.close()
-        self._admit(lines, snapshot.pid, snapshot.folder, snapshot.launch)
+        self._admit(descriptors, ends, snapshot.pid, snapshot.folder, snapshot.launch)
 
     @staticmethod
     def _decline(descriptors: list[int], why: str) -> None:
@@ -504,10 +501,17 @@ class Monitor:
             os.write(descriptors[0], tell_fate(Fate(None, stderr=why)))
         close_all(descriptors)
 
-    def _admit(self, lines: Lines, pid: int, folder: str, launch: int) -> None:
-        """Register the descriptors of a new worker."""
+    def _admit(self, descriptors: list[int], ends: list[int], pid: int, folder: str, launch: int) -> None:
+        """Close the ends of a new worker, and register the monitor's."""
         self._launches[mark_of(os.getpid(), pid)] = launch
-        worker = self._workers[pid] = lines.keep(pid, folder, launch)
+        close_all(ends)
+        fate, stderr, stack, announcements = (one for one in descriptors if one not in ends)
+        worker = MonitoredWorker(
+            pid, folder, launch, socket.socket(fileno=fate), stderr, stack, socket.socket(fileno=announcements)
+        )
+        self._workers[pid] = worker
+        worker.fate.setblocking(False)
+        worker.announcements.setblocking(False)
         self._on_readable(worker.stderr, lambda: self._forward_stderr(worker))
         self._on_readable(worker.stack, lambda: self._collect_stack(worker))
         self._on_readable(worker.fate.fileno(), lambda: self._take_order_of(worker))
@@ -695,45 +699,20 @@ class Monitor:
         return max(0.0, due - time.monotonic())
 
 
-class Lines(NamedTuple):
-    """Holds both ends of a worker's sockets and pipes: three came from the trainer, the monitor made the others."""
+def make_lines(descriptors: list[int]) -> list[int]:
+    """Make stderr, stack and announcements of a worker, of which the trainer has sent fate, wake socket and memory.
 
-    fate: int
-    wake_socket: int
-    memory: int
-    stderr_read: int
-    stderr_write: int
-    stack_read: int
-    stack_write: int
-    announcements: int
-    announcements_write: int
-
-    @classmethod
-    def make(cls, descriptors: list[int]) -> Lines:
-        """Make the monitor's own pairs; each end is added to ``descriptors`` at once, to be closed if something fails.
-
-        Raises OSError, also when not all that was sent could be received.
-        """
-        refuse_incomplete(descriptors)
-        fate, wake_socket, memory = descriptors
-        for _ in range(2):
-            descriptors += os.pipe()
-        one, other = socket.socketpair()
-        descriptors += one.detach(), other.detach()
-        return cls(fate, wake_socket, memory, *descriptors[3:])
-
-    @property
-    def ends(self) -> tuple[int, int, int, int]:
-        """Return the worker's descriptors, in the order in which `WorkerDescriptors.of` takes them."""
-        return self.wake_socket, self.memory, self.stack_write, self.announcements_write
-
-    def keep(self, pid: int, folder: str, launch: int) -> MonitoredWorker:
-        """Close the worker's ends; return a `MonitoredWorker` that holds the monitor's ends."""
-        close_all([*self.ends, self.stderr_write])
-        fate, announcements = socket.socket(fileno=self.fate), socket.socket(fileno=self.announcements)
-        fate.setblocking(False)
-        announcements.setblocking(False)
-        return MonitoredWorker(pid, folder, launch, fate, self.stderr_read, self.stack_read, announcements)
+    Both ends of each are added to ``descriptors`` at once, to be closed if something fails. Returns those that are the
+    worker's, in the order in which `become_worker` takes them. Raises OSError, also when not all that was sent could be
+    received.
+    """
+    refuse_incomplete(descriptors)
+    for _ in range(2):
+        descriptors += os.pipe()
+    one, other = socket.socketpair()
+    descriptors += one.detach(), other.detach()
+    _, wake_socket, memory, _, stderr, _, stack, _, announcements = descriptors
+    return [wake_socket, memory, stack, announcements, stderr]
 
 
 def refuse_incomplete(descriptors: list[int]) -> None:

@@ -28,11 +28,6 @@ class SerialChannel(Channel):
         self._begun = 0
         self._loss: tuple[LossCause, Fate, str] | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """Return the pid of this process."""
-        return os.getpid()
-
     def ring(self, number: int) -> None:
         """Note the request."""
         self.segment.words[REQUEST] = number
@@ -73,19 +68,11 @@ class SerialChannel(Channel):
         """Tell whether the host has been lost."""
         return self._loss is not None
 
-    def stack(self) -> str:
-        """Return ``""``: the stack is the caller's own."""
-        return ""
-
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
         """Mark the host as lost; there is no process to kill."""
         if self._loss is None:
             self._loss = (cause, Fate(None), detail)
         return self._gone()
-
-    def wake(self) -> Channel | None:
-        """Return ``None``: there are no snapshots."""
-        return None
 
     def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
         """Close the envs, however long that takes."""

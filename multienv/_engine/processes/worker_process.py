@@ -143,11 +143,6 @@ class ProcessChannel(Channel):
             ours.pop_all()
         live.add(self)
 
-    @property
-    def pid(self) -> int | None:
-        """Return the pid of the process; ``None`` until the process has written it into the segment."""
-        return self.segment.words[PID] or None
-
     # --- requests and replies -------------------------------------------------------------------
 
     def ring(self, number: int) -> None:
