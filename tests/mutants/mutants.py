@@ -1359,7 +1359,7 @@ MUTANTS = [
     Mutant(
         "A worker that hangs is not killed where nobody has called close().",
         7,
-        "endings:Ending.is_over",
+        "endings:end_all",
         "channel.give_up() and channel.patience",
         "channel.patience",
         (f"{SEVEN}::test_an_env_that_is_forgotten_while_it_hangs_leaves_nothing",),
@@ -1987,8 +1987,8 @@ MUTANTS = [
     Mutant(
         "A busy machine is measured like another one.",
         9,
-        "checks:load",
-        "average > count",
+        "cli.options:Work.warn_if_busy",
+        "self._load > len(cores())",
         "False",
         DOCTOR,
     ),

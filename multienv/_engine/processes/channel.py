@@ -70,6 +70,7 @@ class Fate:
 UNKNOWN_FATE = Fate(None)
 
 
+@dataclass(eq=False)
 class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncation or a WorkerLostError
     """Raised by a channel whose process has ended without the awaited reply.
 
@@ -83,25 +84,13 @@ class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncatio
         detail: What else is known, for the message.
     """
 
-    def __init__(
-        self,
-        cause: LossCause,
-        fate: Fate = UNKNOWN_FATE,
-        pid: int | None = None,
-        *,
-        number: int = 0,
-        slot: int = -1,
-        replaying: int = -1,
-        detail: str = "",
-    ) -> None:
-        super().__init__(f"process {pid} {cause}: {fate} {detail}")
-        self.cause = cause
-        self.fate = fate
-        self.pid = pid
-        self.number = number
-        self.slot = slot
-        self.replaying = replaying
-        self.detail = detail
+    cause: LossCause
+    fate: Fate = UNKNOWN_FATE
+    pid: int | None = None
+    number: int = 0
+    slot: int = -1
+    replaying: int = -1
+    detail: str = ""
 
     @property
     def is_from_outside(self) -> bool:
