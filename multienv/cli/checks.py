@@ -7,7 +7,6 @@ findings of earlier checks. If a check finds the env broken, the examination end
 from __future__ import annotations
 
 import math
-import os
 import time
 import traceback
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from rich.filesize import decimal
 
 from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.building.building import EnvFn
-from multienv._engine.cores import cores
 from multienv._engine.recovery.policy import ForkingPolicy
 from multienv._engine.recovery.verification import is_comparable
 from multienv._engine.reports.texts import foreign_frames
@@ -164,7 +162,6 @@ class Patient:
         is_doomed: Whether it crashed in the same step each time: then it crashes in each replay, too.
         began: When the examination began.
         longest: Steps of the longest episode that its spec allows; 0: unknown.
-        is_busy: Other programs keep all cores busy: times say little.
     """
 
     name: str
@@ -189,7 +186,6 @@ class Patient:
     is_doomed: bool = False
     began: float = field(default_factory=time.monotonic)
     longest: int = 0
-    is_busy: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -333,20 +329,6 @@ def _times(count: int) -> str:
 # --- does it run at all? --------------------------------------------------------------------------
 
 
-def load(patient: Patient) -> Row | None:
-    """Tell whether other programs keep all cores busy: then no time that is measured says anything about the env."""
-    average, count = os.getloadavg()[0], len(cores())
-    patient.is_busy = average > count
-    if not patient.is_busy:
-        return None
-    return Row(
-        "note",
-        f"this machine is busy (load {average:.0f} on {count} cores): the times below are not those of the env, and "
-        "nothing is recommended because of them",
-        "Run the doctor again when the machine is idle.",
-    )
-
-
 def builds(patient: Patient) -> Row:
     """Send ``env_fn`` to a worker, and build the env there."""
     began = time.perf_counter()
@@ -356,7 +338,7 @@ def builds(patient: Patient) -> Row:
     size, ready = decimal(len(cloudpickle.dumps(patient.env_fn))), duration(patient.start)
     advice = 'Are its imports slow? Try preload="auto": also each loss then costs less time.'
     means = f"env_fn takes {size}; its worker is ready after {ready}, and takes {decimal(patient.memory)}"
-    return Row("ok", means, advice if patient.start > _LONG_START and not patient.is_busy else "")
+    return Row("ok", means, advice if patient.start > _LONG_START else "")
 
 
 def steps(patient: Patient) -> Row:
@@ -730,7 +712,7 @@ def _usage(env: SubprocessEnv) -> dict[str, int]:
 
 
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
-    load, builds, steps, compares, spaces, repeats, begins_anew, draws, shares, renders, outside, forks, replays, leaks,
+    builds, steps, compares, spaces, repeats, begins_anew, draws, shares, renders, outside, forks, replays, leaks,
 )  # fmt: skip
 
 
@@ -830,7 +812,7 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
 
 def _outgrows_replays(patient: Patient) -> bool:
     """Tell whether an episode may take longer than a replay may, while only a replay recovers it."""
-    is_long = patient.episode_seconds > RestartPolicy().replay_limit and not patient.is_busy
+    is_long = patient.episode_seconds > RestartPolicy().replay_limit
     return is_long and patient.ways.get("snapshot") != "exact"
 
 
@@ -852,8 +834,6 @@ def options_for(patient: Patient) -> str:
     deadlines = f"step={max(_LEAST_IF_CALM, math.ceil(_TIMES_IF_CALM * slowest)):.1f}"
     if patient.hung:
         deadlines = f"step={_deadline(slowest):.1f}, reset={_deadline(patient.first.slowest_reset):.1f}"
-    elif patient.is_busy:
-        deadlines = 'step="auto"'
     options = [f"deadlines=Deadlines({deadlines})"]
     if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":
         options.append("envs_per_worker=1")

@@ -60,6 +60,8 @@ def doctor(
     is_broken = rows[-1].verdict == "broken"
     verdict: Conclusion = "broken" if is_broken else patient.conclusion
     code = "" if is_broken else vector_env_code(found, 8, options_for(patient), lists=patient.batch == "none")
+    if not is_broken:
+        work.warn_if_busy()
     if as_json:
         checks = [row._asdict() for row in rows]
         document: dict[str, Any] = {"env": env, "verdict": verdict, "checks": checks, "code": code}

@@ -459,25 +459,12 @@ def test_an_observation_that_is_not_in_its_space_is_told_of(
     assert "spaces" not in examined(monkeypatch, f"{ODD_ENVS}:endless", checks.compares, checks.spaces)[2]
 
 
-def test_on_a_busy_machine_times_are_said_to_say_little_and_nothing_follows_from_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_on_a_busy_machine_times_are_said_to_say_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "This machine is busy (load 1000): do not trust these figures.\n"
+    monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.steps])
+    assert said not in run("doctor", "CartPole-v1")[0].stderr
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
-    monkeypatch.setattr(checks, "_LONG_START", 0.0)
-    monkeypatch.setattr(checks, "CHECKS", [checks.load, checks.builds, checks.steps, checks.replays])
-    arguments = json.dumps({"directory": str(tmp_path), "first": 2, "times": 1, "hangs": True})
-    _, told = run("doctor", f"{ODD_ENVS}:Doomed", "--json", "--step-deadline", "1", "--env-kwargs", arguments)
-    rows = {row["name"]: row for row in told["checks"]}
-    assert rows["load"]["verdict"] == "note"
-    assert rows["load"]["meaning"].startswith("this machine is busy (load 1000 on ")
-    assert told["own_faults"]["hung"] == 1
-    assert "preload" not in rows["builds"]["advice"]
-    assert re.search(
-        r"deadlines=Deadlines\(step=[\d.]+, reset=", told["code"]
-    )  # it has hung: a long time is better than none
-    _, told = run("doctor", f"{ODD_ENVS}:long_with_thread", "--json")
-    assert 'deadlines=Deadlines(step="auto")' in told["code"]
-    assert "replay_limit" not in told["code"]
+    assert run("doctor", "CartPole-v1")[0].stderr == said
 
 
 def test_an_env_that_needs_arguments_is_told_how_to_give_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
