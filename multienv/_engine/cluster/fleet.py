@@ -25,7 +25,7 @@ from multienv._engine.cluster.courier import Courier
 from multienv._engine.processes.worker_process import run_uninterrupted
 from multienv._engine.threads import Task
 from multienv.config import RayOptions
-from multienv.errors import ClosedError, ClusterError, NoCapacityError, UsageError
+from multienv.errors import ClosedError, ClusterError, NoCapacityError
 
 # Seconds that a seat fails at once, after a host could not be made for it.
 _STILL = 5.0
@@ -96,13 +96,11 @@ class Fleet:
         cores: CPUs of all hosts together.
 
     Raises:
-        UsageError: Ray is not installed, or ``options`` is something else.
+        UsageError: Ray is not installed.
         ClusterError: It cannot be reached, or has no CPU free.
     """
 
     def __init__(self, options: RayOptions, envs: int) -> None:
-        if not isinstance(options, RayOptions):
-            raise UsageError(f"ray is {options!r:.100}; give RayOptions: ray=RayOptions(address=...).")
         self.options = options
         self.cluster = Cluster(options)
         self.hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
