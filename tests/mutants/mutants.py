@@ -1321,8 +1321,8 @@ MUTANTS = [
         "The neighbour of the env that ended the process is blamed.",
         6,
         "worker_process:ProcessChannel._note_end",
-        "slot=words[SLOT] - 1",
-        "slot=words[SLOT] - 2",
+        "words[SLOT] - 1",
+        "words[SLOT] - 2",
     ),
     Mutant(
         "In a batch the env that is stepped is not marked.",

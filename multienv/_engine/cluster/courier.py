@@ -161,10 +161,8 @@ class Courier:
             if channel is not None:
                 channel.hear_gone(self._loss_of(channel))
 
-    def _loss_of(self, channel: RelayChannel) -> Callable[[], Gone]:
-        return partial(
-            Gone, "died", pid=channel.pid, detail=f"its host on {self.name} is lost ({self.lost.rstrip('.')})"
-        )
+    def _loss_of(self, channel: RelayChannel) -> Gone:
+        return Gone("died", pid=channel.pid, detail=f"its host on {self.name} is lost ({self.lost.rstrip('.')})")
 
     def _look(self, host: RemoteHost) -> None:
         """Hear what has come, send what there is, and wait for more."""
@@ -226,8 +224,7 @@ class Courier:
             elif kind == frames.GONE:
                 self._waiting.pop(name, None)
                 if channel is not None:
-                    positional, known = rest
-                    channel.hear_gone(partial(Gone, *positional, **known))
+                    channel.hear_gone(Gone(**rest[0]))
             elif channel is not None and kind == frames.PROGRESS:
                 channel.hear_progress(*rest)
             elif channel is not None and kind == frames.STACKS:

@@ -181,7 +181,7 @@ class Relay:
         for name, worker in self._workers.items():
             if worker.gone is not None and not worker.is_told:
                 worker.is_told, worker.asked = True, 0
-                told.append(_gone(name, worker.gone))
+                told.append((frames.GONE, name, vars(worker.gone)))
             elif worker.asked and worker.channel is not None and worker.gone is None and not worker.is_ending:
                 if worker.channel.answered(worker.asked):
                     told.append(self._answer(name, worker))
@@ -270,7 +270,7 @@ class Relay:
         def run() -> Frame:
             gone = end(channel)
             worker.gone, worker.is_told, worker.asked = gone, True, 0
-            return _gone(name, gone)
+            return frames.GONE, name, vars(gone)
 
         self._aside(run)
 
@@ -287,8 +287,3 @@ class Relay:
                 self._bell.ring()
 
         threading.Thread(target=run, name="multienv-relay", daemon=True).start()
-
-
-def _gone(name: int, gone: Gone) -> Frame:
-    known = {"number": gone.number, "slot": gone.slot, "replaying": gone.replaying, "detail": gone.detail}
-    return (frames.GONE, name, (gone.cause, gone.fate, gone.pid), known)

@@ -101,7 +101,6 @@ class FrozenCopy:
     pid: int
     number: int  # of the last request executed in it
     channel: socket.socket  # a message wakes the snapshot, closing ends it
-    folder: str  # the worker's
     launch: int  # the worker's
 
     def end(self) -> None:
@@ -116,8 +115,9 @@ class MonitoredWorker:
     """Holds a worker, and the monitor's ends of its sockets and pipes."""
 
     pid: int
-    folder: str  # for temporary files; a woken snapshot goes on with that of the worker it was taken from
-    launch: int  # number of the launch that it comes from
+    # Number of the launch that it comes from, and name of its folder for temporary files: a woken snapshot goes on with
+    # that of the worker it was taken from.
+    launch: int
     fate: socket.socket
     stderr: int
     stack: int
@@ -367,12 +367,13 @@ class Monitor:
             return
         if pid == 0:
             become_worker(ends, order, monitor, folder, self._spawn_command, self._thread_variables)
-        self._admit(descriptors, ends, pid, folder, number)
+        self._admit(descriptors, ends, pid, number)
 
     def _remove_folders(self) -> None:
         """Remove the folders of workers that have ended and have left no snapshot."""
         known = {*self._workers.values(), *self._bereaved}
-        used = {one.folder for one in known} | {one.folder for one in self._kept.values()}
+        launches = {one.launch for one in known} | {one.launch for one in self._kept.values()}
+        used = {f"{self._folder}/{launch}" for launch in launches}
         used |= {template.own_folder for template in self._templates.values()}
         with contextlib.suppress(OSError):  # not behind a link that an env has put in the place of the folder
             names = [] if Path(self._folder).is_symlink() else os.listdir(self._folder)
@@ -492,7 +493,7 @@ class Monitor:
             self._decline(descriptors, f"The monitor cannot wake the snapshot: {error}. {advice(error)}")
             return
         snapshot.channel.close()
-        self._admit(descriptors, ends, snapshot.pid, snapshot.folder, snapshot.launch)
+        self._admit(descriptors, ends, snapshot.pid, snapshot.launch)
 
     @staticmethod
     def _decline(descriptors: list[int], why: str) -> None:
@@ -501,15 +502,14 @@ class Monitor:
             os.write(descriptors[0], tell_fate(Fate(None, stderr=why)))
         close_all(descriptors)
 
-    def _admit(self, descriptors: list[int], ends: list[int], pid: int, folder: str, launch: int) -> None:
+    def _admit(self, descriptors: list[int], ends: list[int], pid: int, launch: int) -> None:
         """Close the ends of a new worker, and register the monitor's."""
         self._launches[mark_of(os.getpid(), pid)] = launch
         close_all(ends)
         fate, stderr, stack, announcements = (one for one in descriptors if one not in ends)
-        worker = MonitoredWorker(
-            pid, folder, launch, socket.socket(fileno=fate), stderr, stack, socket.socket(fileno=announcements)
+        worker = self._workers[pid] = MonitoredWorker(
+            pid, launch, socket.socket(fileno=fate), stderr, stack, socket.socket(fileno=announcements)
         )
-        self._workers[pid] = worker
         worker.fate.setblocking(False)
         worker.announcements.setblocking(False)
         self._on_readable(worker.stderr, lambda: self._forward_stderr(worker))
@@ -536,7 +536,7 @@ class Monitor:
                 worker.announcements.close()
                 return
             close_all(descriptors)
-            snapshot = FrozenCopy(pid, number, channel, worker.folder, worker.launch)
+            snapshot = FrozenCopy(pid, number, channel, worker.launch)
             if pid in self._spared() or parent_of(pid) not in (worker.pid, os.getpid()):  # it has ended, or never was
                 channel.close()
             elif token in self._freed:

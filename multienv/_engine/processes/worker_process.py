@@ -127,7 +127,7 @@ class ProcessChannel(Channel):
         self._lock = Lock()  # held for moments; a signal handler may come in between
         self._is_released = self._is_given_up = False
         self._ended = False
-        self._gone: Callable[[], Gone] | None = None  # not the exception: its traceback would hold everything
+        self._gone: Gone | None = None  # a copy of it is raised: the traceback of this one would hold everything
         with contextlib.ExitStack() as ours:
             self.segment = Segment.create()
             ours.callback(self.segment.unmap)
@@ -225,22 +225,13 @@ class ProcessChannel(Channel):
                 return self.kill(cause="broken", detail=detail or "it closed its connection to the trainer")
             self._note_end(cause, fate, detail)
         assert self._gone is not None
-        return self._gone()
+        return replace(self._gone)
 
     def _note_end(self, cause: LossCause, fate: Fate, detail: str) -> None:
         """Keep how the process ended, and the request it was executing, for all later calls."""
         words = self.segment.words
         self._ended = True
-        self._gone = partial(
-            Gone,
-            cause,
-            fate,
-            self.pid,
-            number=words[BUSY],
-            slot=words[SLOT] - 1,
-            replaying=words[REPLAYING] - 1,
-            detail=detail,
-        )
+        self._gone = Gone(cause, fate, self.pid, words[BUSY], words[SLOT] - 1, words[REPLAYING] - 1, detail)
 
     @shielded
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
