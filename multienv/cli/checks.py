@@ -609,28 +609,26 @@ def replays(patient: Patient) -> Row:
     """Kill the worker with SIGKILL, without snapshots. So it is on macOS, or if the env has threads."""
     struck = strike(patient, RestartPolicy(snapshots=False))
     patient.ways["journal"] = struck.outcome
+    # If the env does not come back in this way, another way may lead back.
+    verdict, means, advice = _unless_recoverable(patient), struck.replay, ""
     if struck.outcome == "truncated":
-        advice = f"Only snapshots recover it. {struck.advice}" if patient.verdict == "ok" else struck.advice
-        return Row(_unless_recoverable(patient), f"a new process does not repeat it: {struck.reason}", advice.rstrip())
-    if struck.outcome == "differs":
+        advice = f"{'Only snapshots recover it. ' * (verdict == 'note')}{struck.advice}".rstrip()
+    elif struck.outcome == "differs":
+        verdict = "truncates"
         advice = 'Use RestartPolicy(on_crash="truncate", on_timeout="truncate"). Is its state outside its process?'
         advice += f" {_OR_CHANCE}"
-        return Row("truncates", struck.replay, advice)
-    if struck.outcome == "strayed":
-        advice = 'RestartPolicy(accept="exact") takes no replay from a reset. Or begin anew in reset().'
-        advice += f" {_OR_CHANCE}"
-        return Row(_unless_recoverable(patient), struck.replay, advice)
-    if patient.remembers:
-        means = f"{struck.replay}; but later in a run a replay begins at a reset, and {_MEMORY}"
-        return Row(_unless_recoverable(patient), means, "See the line begins anew.")
-    if not _outgrows_replays(patient):
-        return Row("ok", struck.replay)
-    most = f"{RestartPolicy().replay_limit:.0f} s"
-    return Row(
-        "note",
-        f"{struck.replay}; but an episode may take {duration(patient.episode_seconds)}, and a replay at most {most}",
-        "Raise replay_limit, as below. Otherwise a worker that is lost late in its episode truncates it.",
-    )
+    elif struck.outcome == "strayed":
+        advice = f'RestartPolicy(accept="exact") takes no replay from a reset. Or begin anew in reset(). {_OR_CHANCE}'
+    elif patient.remembers:
+        means += f"; but later in a run a replay begins at a reset, and {_MEMORY}"
+        advice = "See the line begins anew."
+    elif _outgrows_replays(patient):
+        verdict, most = "note", f"{RestartPolicy().replay_limit:.0f} s"
+        means += f"; but an episode may take {duration(patient.episode_seconds)}, and a replay at most {most}"
+        advice = "Raise replay_limit, as below. Otherwise a worker that is lost late in its episode truncates it."
+    else:
+        verdict = "ok"
+    return Row(verdict, means, advice)
 
 
 # --- leaks ----------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ takes a lock, and Ctrl-C may come anywhere: what was posted twice is executed on
 from __future__ import annotations
 
 import contextlib
-import select
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from multienv._engine.cluster import frames
 from multienv._engine.cluster.frames import Frame
 from multienv._engine.cluster.relay import TOLD
 from multienv._engine.interrupts import finalizer, interruptible, shielded
-from multienv._engine.processes.channel import LONGEST_SLEEP, Channel, Gone
+from multienv._engine.processes.channel import LONGEST_SLEEP, Channel, Gone, readable
 from multienv._engine.threads import Bell
 from multienv._engine.wire.actions import PICKLED
 from multienv._engine.wire.banks import HEAD, MESSAGE, SKIPPED, STEP
@@ -165,16 +164,13 @@ class RelayChannel(Channel):
         """Return what the relay told of the end."""
         return Gone(cause, pid=self.pid, detail=detail) if self._gone is None else replace(self._gone)
 
-    @interruptible
     def _await(self, is_done: Callable[[], bool], seconds: float) -> bool:
         until = time.monotonic() + seconds
         while not is_done():
             left = until - time.monotonic()
             if left <= 0 or not self._courier.is_up:
                 return False
-            poller = select.poll()
-            poller.register(self._bell.descriptor, select.POLLIN)
-            poller.poll(min(left, LONGEST_SLEEP) * 1000)
+            readable((self._bell.descriptor,), min(left, LONGEST_SLEEP))
             self._bell.silence()
         return True
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -17,6 +16,7 @@ from multienv._engine import interrupts
 from multienv._engine.cluster.frames import Frame
 from multienv._engine.cluster.relay import Relay
 from multienv._engine.processes import launcher
+from multienv._engine.processes.channel import readable
 from multienv._engine.threads import Bell
 from multienv._engine.version import __version__
 from multienv.config import RayOptions
@@ -334,9 +334,7 @@ class HeadWatch:
             bell.ring()
 
     def _run(self, bell: Bell) -> None:
-        poller = select.poll()
-        poller.register(bell.descriptor, select.POLLIN)
-        while not poller.poll(WATCH_EVERY * 1000) and not self.is_over:
+        while not readable((bell.descriptor,), WATCH_EVERY) and not self.is_over:
             self._asked = self._asked or time.monotonic()
             try:
                 self._cluster.nodes()

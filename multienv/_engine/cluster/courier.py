@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import select
 import threading
 import time
 import weakref
@@ -29,7 +28,7 @@ from multienv._engine.cluster import frames
 from multienv._engine.cluster.channel import RelayChannel
 from multienv._engine.cluster.frames import Frame
 from multienv._engine.cluster.relay import HOLD
-from multienv._engine.processes.channel import Gone
+from multienv._engine.processes.channel import Gone, readable
 from multienv._engine.threads import Bell
 
 # Calls under way at most. Two, because the next one ends the wait of the last one.
@@ -173,11 +172,9 @@ class Courier:
         self._look_for_silence(host, now)
         self._send(host, now)
         if not self.lost:
-            poller = select.poll()
-            poller.register(self._bell.descriptor, select.POLLIN)
             nap = _PULSE_EVERY if self._calls else HOLD
             self._look_at = now + nap
-            poller.poll(nap * 1000)
+            readable((self._bell.descriptor,), nap)
 
     def _send(self, host: RemoteHost, now: float) -> None:
         """Make a call with all frames that lie in the outbox, or one that only waits for answers."""

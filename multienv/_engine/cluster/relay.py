@@ -132,13 +132,6 @@ class Relay:
                 self._take(*self._inbox.popleft())
             return self._collect(mine, is_poll=not sent)
 
-    def close(self) -> None:
-        """Release all workers: the monitor ends them."""
-        for worker in self._workers.values():
-            if worker.channel is not None:
-                worker.channel.release()
-        self._workers.clear()
-
     def _take(self, serial: int, sent: list[Frame]) -> None:
         """Carry out the frames of a call when it is its turn, and of those that came before their turn."""
         self._early[serial] = sent

@@ -231,6 +231,16 @@ class Channel(ABC):
 
 
 @interruptible
+def readable(descriptors: Sequence[int], seconds: float) -> bool:
+    """Wait up to ``seconds`` until one of these descriptors is readable or has ended; tell whether one is."""
+    poller = select.poll()  # a new one: two threads cannot share one, nor a thread and its signal handler
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(max(0.0, seconds) * 1000))
+
+
+@interruptible
 def wait_any(
     waiting: Sequence[tuple[Channel, int]],
     until: float,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from multienv._engine.processes.channel import Channel
-from multienv._engine.processes.worker_process import KILL_PATIENCE, ProcessChannel, crowd_seconds, readable
+from multienv._engine.processes.channel import Channel, readable
+from multienv._engine.processes.worker_process import KILL_PATIENCE, ProcessChannel, crowd_seconds
 from multienv._engine.threads import beside, close_at_once, start_plain_thread
 
 logger = logging.getLogger("multienv")

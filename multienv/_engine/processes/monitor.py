@@ -59,6 +59,7 @@ from multienv._engine.processes.protocol import (
     close_all,
     receive_with_descriptors,
     send_with_descriptors,
+    takes_more,
     tell_fate,
     tell_stack,
 )
@@ -740,13 +741,6 @@ def take_streams(descriptors: list[int], own: int = OWN_DESCRIPTORS) -> None:
     for number, stream in zip((1, 2), streams, strict=False):
         os.dup2(stream, number)
         os.close(stream)
-
-
-def takes_more(descriptor: int, patience: float) -> bool:
-    """Wait up to ``patience`` seconds; tell whether PIPE_BUF bytes can be written without blocking."""
-    poller = select.poll()  # select.select() knows descriptors below 1024 only
-    poller.register(descriptor, select.POLLOUT)
-    return bool(poller.poll(1000 * patience))
 
 
 def drain(descriptor: int) -> bytes:

@@ -99,14 +99,19 @@ def send_with_descriptors(over: socket.socket, data: bytes, descriptors: Sequenc
     sent = over.sendmsg([data], handed, AT_ONCE)
     if sent == len(data):  # from here on another thread may close the socket
         return
-    poller = select.poll()
-    poller.register(over, select.POLLOUT)
     while sent < len(data):
-        if not poller.poll(1000 * _REST_PATIENCE):
+        if not takes_more(over.fileno(), _REST_PATIENCE):
             over.shutdown(socket.SHUT_RDWR)
             raise BrokenPipeError(errno.EPIPE, f"The peer has read {sent} of {len(data)} bytes and then no more")
         with contextlib.suppress(BlockingIOError):
             sent += over.send(data[sent:], AT_ONCE)
+
+
+def takes_more(descriptor: int, patience: float) -> bool:
+    """Wait up to ``patience`` seconds; tell whether something (to a pipe PIPE_BUF bytes) can be written at once."""
+    poller = select.poll()  # select.select() knows descriptors below 1024 only
+    poller.register(descriptor, select.POLLOUT)
+    return bool(poller.poll(1000 * patience))
 
 
 def receive_with_descriptors(over: socket.socket, size: int) -> tuple[bytes, list[int]]:

@@ -16,7 +16,6 @@ import gc
 import importlib
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NoReturn
 
+from multienv._engine.processes.channel import readable
 from multienv._engine.processes.forked import become_worker, part_from_monitor
 from multienv._engine.processes.leftovers import kill, open_descriptors, parent_of
 from multienv._engine.processes.protocol import Order, close_all
@@ -142,9 +142,7 @@ class Template:
             order.send(self._channel, [*descriptors, 1])
         except OSError:
             return 0
-        poller = select.poll()
-        poller.register(self._channel, select.POLLIN)
-        answer = self._channel.recv(_ANSWER.size) if poller.poll(1000 * FORK_PATIENCE) else b""
+        answer = self._channel.recv(_ANSWER.size) if readable((self.fileno(),), FORK_PATIENCE) else b""
         pid = int(_ANSWER.unpack(answer)[0]) if len(answer) == _ANSWER.size else 0
         if -pid in errno.errorcode:
             raise OSError(-pid, os.strerror(-pid))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import select
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from multienv._engine.interrupts import interruptible, shielded
+from multienv._engine.interrupts import shielded
 from multienv._engine.processes.channel import (
     LONGEST_SLEEP,
     UNKNOWN_FATE,
@@ -29,6 +28,7 @@ from multienv._engine.processes.channel import (
     Fate,
     Gone,
     SystemErrors,
+    readable,
 )
 from multienv._engine.processes.protocol import AT_ONCE, KILL, STACK, WAKE, MonitorNews, Order, send_with_descriptors
 from multienv._engine.threads import Lock, Task
@@ -112,7 +112,7 @@ class ProcessChannel(Channel):
 
     Args:
         give: Gives the monitor the order that leads to the process; called with the descriptors that go with it.
-        resume: Has the monitor go on if it has been stopped.
+        resume: Has the monitor go on if it has been stopped: before each wait for it.
         shared: Descriptor of the file that the workers share; -1: this one needs none.
 
     Raises:
@@ -120,7 +120,7 @@ class ProcessChannel(Channel):
     """
 
     def __init__(self, give: Callable[[Sequence[int]], None], resume: Callable[[], None], shared: int = -1) -> None:
-        self._resume = resume
+        self.resume = resume
         self._received: list[bytes] = []  # all that was received from the monitor; an empty last item: the end
         self._news = MonitorNews()
         self._rung = 0  # the newest request that the worker was woken for
@@ -170,7 +170,7 @@ class ProcessChannel(Channel):
             self._ended = True
         except BlockingIOError:
             if not self.segment.words[PID]:  # the monitor may have been stopped before it launched the process
-                self._resume()
+                self.resume()
             self._hear()
             self._ended = self._news.fate is not None
         except OSError as error:
@@ -204,7 +204,7 @@ class ProcessChannel(Channel):
         """
         until = time.monotonic() + seconds
         while True:
-            self._resume()
+            self.resume()
             self._hear()
             news, left = self._news, until - time.monotonic()
             if news.fate is not None or (stacks is not None and len(news.stacks) > stacks):
@@ -260,7 +260,7 @@ class ProcessChannel(Channel):
         fate = self._news.fate
         if fate is not None and fate.snapshot is not None and not self._is_released:
             with SystemErrors():  # the monitor is gone, and the snapshot with it
-                return run_uninterrupted(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self._resume))
+                return run_uninterrupted(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self.resume))
         return None
 
     def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
@@ -294,10 +294,6 @@ class ProcessChannel(Channel):
             with SystemErrors():
                 Order(KILL).send(self._fate)
         return is_first
-
-    def resume(self) -> None:
-        """Send the monitor SIGCONT, in case it has been stopped."""
-        self._resume()
 
     def end_requests(self) -> None:
         """Shut down the wake socket for writing: the worker sees that no request will come, and ends."""
@@ -338,13 +334,3 @@ class ProcessChannel(Channel):
 def crowd_seconds() -> float:
     """Return how much longer a process may take to end because all others of this trainer may end at the same time."""
     return _END_SECONDS * len(live)
-
-
-@interruptible
-def readable(descriptors: Sequence[int], seconds: float) -> bool:
-    """Wait up to ``seconds`` until one of these descriptors is readable or has ended; tell whether one is."""
-    poller = select.poll()  # a new one: two threads cannot share one, nor a thread and its signal handler
-    for descriptor in descriptors:
-        if descriptor >= 0:
-            poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(max(0.0, seconds) * 1000))
