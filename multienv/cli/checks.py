@@ -156,9 +156,8 @@ class Patient:
         start: Seconds that a worker took to build the env.
         memory: Bytes of a worker that has just built the env.
         recycling: The options of RestartPolicy that help against the env's leaks.
-        crashed, hung: How often the env itself crashed or hung; the doctor's own strikes do not count.
-        last_loss: The last such loss of a worker that was left alone.
-        stack: Where it crashed or hung last, if that is known.
+        recoveries: What became of each worker that was lost.
+        victims: The processes that the doctor has killed.
         is_doomed: Whether it crashed in the same step each time: then it crashes in each replay, too.
         began: When the examination began.
         longest: Steps of the longest episode that its spec allows; 0: unknown.
@@ -179,10 +178,8 @@ class Patient:
     start: float = 0.0
     memory: int = 0
     recycling: list[str] = field(default_factory=list)
-    crashed: int = 0
-    hung: int = 0
-    last_loss: WorkerLostError | None = None
-    stack: str = ""
+    recoveries: list[Recovery] = field(default_factory=list)
+    victims: list[int] = field(default_factory=list)
     is_doomed: bool = False
     began: float = field(default_factory=time.monotonic)
     longest: int = 0
@@ -219,17 +216,28 @@ class Patient:
     @property
     def own_faults(self) -> str:
         """Return what the env did by itself, such as ``"crashed 3 times and hung once"``; or ``""``."""
-        counts = (("crashed", self.crashed), ("hung", self.hung))
-        return " and ".join(f"{what} {_times(count)}" for what, count in counts if count)
+        return " and ".join(f"{what} {_times(count)}" for what, count in self.faults.items() if count)
 
-    def note_own_loss(self, loss: WorkerLostError | Loss) -> None:
-        """Count a crash or a hang of the env itself."""
-        is_hung = isinstance(loss, WorkerHungError) or (isinstance(loss, Loss) and loss.cause == "hung")
-        self.hung += is_hung
-        self.crashed += not is_hung
-        self.stack = foreign_frames(loss.stack) or self.stack
-        if isinstance(loss, WorkerLostError):
-            self.last_loss = loss.with_traceback(None)
+    @property
+    def own_losses(self) -> list[Recovery]:
+        """Return what became of the workers that the env itself lost."""
+        return [one for one in self.recoveries if one.loss.pid not in self.victims]
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """Return how often the env itself crashed, and how often it hung."""
+        hung = [one for one in self.own_losses if one.loss.cause == "hung"]
+        return {"crashed": len(self.own_losses) - len(hung), "hung": len(hung)}
+
+    @property
+    def stack(self) -> str:
+        """Return where it crashed or hung last, if that is known."""
+        return next(filter(None, (foreign_frames(one.loss.stack) for one in reversed(self.own_losses))), "")
+
+    def hear(self, event: Event) -> None:
+        """Note what became of a lost worker."""
+        if isinstance(event, Recovery):
+            self.recoveries.append(event)
 
     def differs_at(self, walk: Walk) -> str:
         """Return the name of the first reset or step of a walk that is not as in the first one."""
@@ -243,11 +251,11 @@ class Patient:
         """
         most = self.reset_deadline
         step, reset = self.step_deadline, most
-        if self.hung and self.first.steps:
+        if self.faults["hung"] and self.first.steps:
             step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
         deadlines = Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
         build = seeded(env_fn or self.env_fn)
-        return SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, **options})
+        return SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, "hooks": [self.hear], **options})
 
 
 def examine(patient: Patient, report: Callable[[Row], object]) -> list[Row]:
@@ -273,8 +281,6 @@ def _tried(check: Callable[[Patient], Row | None], patient: Patient) -> Row | No
         try:
             return check(patient)
         except Exception as error:  # the env caused it, and multienv raised it
-            if isinstance(error, WorkerLostError) and check is not renders:
-                patient.note_own_loss(error)
             is_chance = isinstance(error, WorkerLostError | SpoiledError) and check is not steps  # it has tried itself
             is_chance = is_chance and not (check is builds and isinstance(error, WorkerHungError))
             is_chance = is_chance and not isinstance(error, RestartBudgetExceeded)
@@ -307,19 +313,19 @@ def _failed(patient: Patient, error: Exception) -> Row:
         if patient.first.steps:  # the env runs, until it ends its worker by itself
             verdict, text = "note", f"not known: {text}"
             advice = advice if isinstance(error, RestartBudgetExceeded) else _CHANCE
-        advice = _to_run_again(patient, error) or advice
+        advice = _to_run_again(patient, error.report) or advice
     return Row(verdict, text, advice, foreign_frames(detail))
 
 
-def _last_words(lost: WorkerLostError) -> str:
+def _last_words(lost: WorkerLostError | Loss) -> str:
     """Return the stack of a lost worker, and the end of what it wrote to stderr."""
     return "\n".join([lost.stack, *lost.stderr.splitlines()[-_LAST_WORDS:]])
 
 
-def _to_run_again(patient: Patient, lost: WorkerLostError) -> str:
+def _to_run_again(patient: Patient, report: str) -> str:
     """Return the command that replays a crash report; ``""`` if none was written."""
     env = f" --env {patient.name}" if ":" in patient.name else ""
-    return f"To run it again: multienv replay {lost.report}{env}" if lost.report else ""
+    return f"To run it again: multienv replay {report}{env}" if report else ""
 
 
 def _times(count: int) -> str:
@@ -348,16 +354,16 @@ def steps(patient: Patient) -> Row:
     patient.first = first
     slowest = f"the slowest step {duration(first.slowest_step)}, the slowest reset {duration(first.slowest_reset)}"
     means = f"{first.steps} random steps of {duration(patient.step_seconds)} each, {slowest}"
-    lost = patient.last_loss
-    if lost is None:
+    if not patient.own_losses:
         return Row("ok", means)
+    last = patient.own_losses[-1]
     means += f"; it {patient.own_faults} by itself"
     if len(lost_in) > 1 and len(set(lost_in)) == 1:
         means += f", each time in step {lost_in[0]}"
         patient.is_doomed = len(lost_in) >= _NO_CHANCE
     means += ": its episode is truncated there" if patient.is_doomed else ""
     verdict: Verdict = "truncates" if patient.is_doomed else "note"
-    return Row(verdict, means, _to_run_again(patient, lost), foreign_frames(_last_words(lost)))
+    return Row(verdict, means, _to_run_again(patient, last.report), foreign_frames(_last_words(last.loss)))
 
 
 def compares(patient: Patient) -> Row | None:
@@ -487,14 +493,13 @@ def undisturbed(
                 walk(env, steps, before_step=partial(_look_now_and_then, look, env), found=found, **limits)
                 look(env)
                 return found
-        except WorkerLostError as error:
+        except WorkerLostError:
             longest = max(longest, found, key=lambda one: one.steps)
             if lost_in is not None:
                 lost_in.append(found.steps + 1)
             is_last = not left or time.monotonic() > began + _TRIES_UNTIL
             if is_last and longest.steps < least:
                 raise
-            patient.note_own_loss(error)
             if is_last:
                 break
         steps //= 2
@@ -532,7 +537,7 @@ def shares(patient: Patient) -> Row | None:
 
 def renders(patient: Patient) -> Row | None:
     """Render frames in a worker, if the env has a render mode for frames. Report what renders them."""
-    with patient.worker(env_fn=partial(ObservedEnv, patient.env_fn)) as env:
+    with patient.worker(env_fn=partial(ObservedEnv, patient.env_fn), hooks=[]) as env:  # the frames may be to blame
         if env.render_mode in (None, "human", "ansi", "ansi_list"):
             return None
         env.reset(seed=SEED)
@@ -770,28 +775,21 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     if not patient.again:
         raise SpoiledError(_DOES_NOT_REPEAT)
     late, struck_after, found = patient.first.steps * 17 // 20, 0, Walk()
-    events: list[Event] = []
-    victims: list[int] = []
+    earlier = len(patient.recoveries)
 
     def before_step(step: int) -> None:
         nonlocal struck_after
         if step == late:
             struck_after = len(found.seen)
             time.sleep(_ANNOUNCED)
-            victims.append(_pid(env))
-            send(victims[0], "SIGKILL")
+            patient.victims.append(_pid(env))
+            send(patient.victims[-1], "SIGKILL")
 
-    try:
-        policy = replace(restart, max_restarts=_MOST_LOSSES)
-        with patient.worker(reports="", hooks=[events.append], restart=policy) as env:
-            walk(env, patient.first.steps, before_step=before_step, found=found)
-            obstacle = env.statistics().no_snapshots
-    finally:
-        for event in events:
-            if isinstance(event, Loss) and event.pid not in victims:
-                patient.note_own_loss(event)
-    recoveries = [event for event in events if isinstance(event, Recovery)]
-    ours = next((one for one in recoveries if one.loss.pid in victims), None)
+    with patient.worker(reports="", restart=replace(restart, max_restarts=_MOST_LOSSES)) as env:
+        walk(env, patient.first.steps, before_step=before_step, found=found)
+        obstacle = env.statistics().no_snapshots
+    recoveries = patient.recoveries[earlier:]
+    ours = next((one for one in recoveries if one.loss.pid in patient.victims), None)
     went_on = ("exact", "replayed")
     if ours is None or any(one.outcome not in went_on for one in recoveries if one is not ours):
         raise SpoiledError("the env itself crashed or hung during this check, and its episode did not go on")
@@ -830,7 +828,7 @@ def options_for(patient: Patient) -> str:
     """Return the recommended options for this env, as Python."""
     slowest = patient.first.slowest_step
     deadlines = f"step={max(_LEAST_IF_CALM, math.ceil(_TIMES_IF_CALM * slowest)):.1f}"
-    if patient.hung:
+    if patient.faults["hung"]:
         deadlines = f"step={_deadline(slowest):.1f}, reset={_deadline(patient.first.slowest_reset):.1f}"
     options = [f"deadlines=Deadlines({deadlines})"]
     if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":

@@ -65,7 +65,7 @@ def doctor(
     if as_json:
         checks = [row._asdict() for row in rows]
         document: dict[str, Any] = {"env": env, "verdict": verdict, "checks": checks, "code": code}
-        document["own_faults"] = {"crashed": patient.crashed, "hung": patient.hung}
+        document["own_faults"] = patient.faults
         document["printed"] = work.printed
         print(json.dumps(document, indent=1))
     else:
