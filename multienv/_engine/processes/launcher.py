@@ -122,6 +122,7 @@ class Preload:
         self.token, self.names = next(_tokens), tuple(names)
         self._title, self._is_learned = ", ".join(names) or "what it needs", not names
         self._setting, self._seconds = setting, seconds
+        self._told: tuple[Any, ...] = ()  # the monitor, and the names that it knows
 
     def learn(self, imports: Imports) -> None:
         """Add what a worker has imported; the variables that were set for that are set before it is imported again."""
@@ -129,7 +130,9 @@ class Preload:
         self._setting = replace(self._setting, variables={**self._setting.variables, **imports.variables})
 
     def tell(self, client: MonitorClient) -> None:
-        """Tell the monitor what to import. Raises OSError."""
+        """Tell the monitor what to import, unless it knows. Raises OSError."""
+        if self._told == (client, self.names):
+            return
         descriptor = anonymous_file()
         try:
             imports = pickle.dumps((self.names, self._setting, self._seconds, self._is_learned))
@@ -137,6 +140,7 @@ class Preload:
             client.send(Order(PRELOAD, token=self.token, title=self._title), [descriptor, *_standard_streams()])
         finally:
             os.close(descriptor)
+        self._told = client, self.names
 
     @finalizer
     def __del__(self) -> None:
@@ -231,7 +235,6 @@ class MonitorClient:
         except BaseException:
             self._control.close()
             raise
-        self._preloads: dict[int, tuple[str, ...]] = {}  # names that the monitor knows, by token
         self._closing = Lock()  # held for moments: the socket is not closed while another thread sends
         self._waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread is to be had: is_alive() takes note of its end
@@ -258,12 +261,6 @@ class MonitorClient:
                 order.send(self._control, descriptors)
 
         send_patiently(send, self.resume, patience)
-
-    def know(self, preload: Preload) -> None:
-        """Tell the monitor of a preload, unless it knows it. Raises OSError."""
-        if self._preloads.get(preload.token) != preload.names:
-            preload.tell(self)
-            self._preloads[preload.token] = preload.names
 
     def resume(self) -> None:
         """Resume the monitor if it has been stopped; called before each wait for the monitor."""
@@ -323,7 +320,7 @@ def _launched(order: Order, shared: int = -1, preload: Preload | None = None) ->
             try:
                 with _turn:
                     if preload is not None:
-                        client.know(preload)
+                        preload.tell(client)
                     return _ordered(client, order, shared)
             except OSError as error:
                 if error.errno not in _ENDED:
@@ -341,7 +338,7 @@ def _learned(client: MonitorClient, preload: Preload, imports: Imports) -> None:
     """Add imports to a preload, and tell the monitor of them."""
     with _turn, contextlib.suppress(OSError):  # the next launch tells it
         preload.learn(imports)
-        client.know(preload)
+        preload.tell(client)
 
 
 def _tell_no_launch(descriptors: Sequence[int]) -> None:
@@ -394,8 +391,7 @@ def _forget() -> None:
         channel.abandon()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)
 
 
 def _temporary_folder() -> str:
