@@ -153,7 +153,6 @@ class Patient:
         ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
             ``"strayed"``: repeated from a reset, and then otherwise. ``"differs"``: otherwise, though it counted as
             exact.
-        start: Seconds that a worker took to build the env.
         memory: Bytes of a worker that has just built the env.
         recycling: The options of RestartPolicy that help against the env's leaks.
         recoveries: What became of each worker that was lost.
@@ -175,7 +174,6 @@ class Patient:
     may_remember: bool = False
     batch: Literal["shared", "alone", "none"] = "shared"
     ways: dict[str, Outcome] = field(default_factory=dict)
-    start: float = 0.0
     memory: int = 0
     recycling: list[str] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
@@ -339,28 +337,26 @@ def builds(patient: Patient) -> Row:
     """Send ``env_fn`` to a worker, and build the env there."""
     began = time.perf_counter()
     with patient.worker() as env:
-        patient.start, patient.memory = time.perf_counter() - began, env.statistics().rss or 0
+        start, patient.memory = time.perf_counter() - began, env.statistics().rss or 0
         patient.longest = (env.spec and env.spec.max_episode_steps) or 0
-    size, ready = decimal(len(cloudpickle.dumps(patient.env_fn))), duration(patient.start)
+    size, ready = decimal(len(cloudpickle.dumps(patient.env_fn))), duration(start)
     advice = 'Are its imports slow? Try preload="auto": also each loss then costs less time.'
     means = f"env_fn takes {size}; its worker is ready after {ready}, and takes {decimal(patient.memory)}"
-    return Row("ok", means, advice if patient.start > _LONG_START else "")
+    return Row("ok", means, advice if start > _LONG_START else "")
 
 
 def steps(patient: Patient) -> Row:
     """Walk at random. All later walks are compared with this one."""
-    lost_in: list[int] = []
-    first = undisturbed(patient, STEPS, tries=TRIES, least=FEW, seconds=_SECONDS, lost_in=lost_in)
-    patient.first = first
+    first = patient.first = undisturbed(patient, STEPS, tries=TRIES, least=FEW, seconds=_SECONDS)
     slowest = f"the slowest step {duration(first.slowest_step)}, the slowest reset {duration(first.slowest_reset)}"
     means = f"{first.steps} random steps of {duration(patient.step_seconds)} each, {slowest}"
     if not patient.own_losses:
         return Row("ok", means)
     last = patient.own_losses[-1]
     means += f"; it {patient.own_faults} by itself"
-    if len(lost_in) > 1 and len(set(lost_in)) == 1:
-        means += f", each time in step {lost_in[0]}"
-        patient.is_doomed = len(lost_in) >= _NO_CHANCE
+    if len(first.lost_in) > 1 and len(set(first.lost_in)) == 1:
+        means += f", each time in step {first.lost_in[0]}"
+        patient.is_doomed = len(first.lost_in) >= _NO_CHANCE
     means += ": its episode is truncated there" if patient.is_doomed else ""
     verdict: Verdict = "truncates" if patient.is_doomed else "note"
     return Row(verdict, means, _to_run_again(patient, last.report), foreign_frames(_last_words(last.loss)))
@@ -416,15 +412,14 @@ def begins_anew(patient: Patient) -> Row:
         return Row("note", f"not known: {_DOES_NOT_REPEAT if not patient.again else 'see the line compares'}")
     fit_in = _ANEW_SECONDS / patient.step_seconds
     longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
-    lost_in: list[int] = []
     most = _ANEW_STEPS // (5 if patient.own_faults else 1)  # or it crashes before the end
     cut_from = min(fit_in, most) / 2 if fit_in > 2 * _ANEW_EPISODES * _LONGEST else 0.0
     patient.may_remember = True
-    first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, cut_from=cut_from, lost_in=lost_in)
+    first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, cut_from=cut_from)
     lengths = [longest] if not first.ends else [end - begin for begin, end in pairwise([0, *first.ends])]
     episodes = f"{len(first.ends)} episodes of at most {max(lengths)} steps"
     if len(first.ends) < _ANEW_LEAST:
-        if lost_in:
+        if first.lost_in:
             raise SpoiledError(f"only {episodes} before the env itself crashed or hung")
         return Row("note", f"not known: only {episodes} fit into {_ANEW_SECONDS} s")
     policy = replace(RAISE, recycle_after_episodes=len(first.ends) // _ANEW_LEAST)
@@ -470,7 +465,6 @@ def undisturbed(
     tries: int = 2,
     least: int = 1,
     look: Callable[[SubprocessEnv], object] = lambda env: None,
-    lost_in: list[int] | None = None,
     **limits: float,
 ) -> Walk:
     """Walk in a worker that is left alone. If the env itself crashes or hangs, return the longest of several tries.
@@ -482,25 +476,22 @@ def undisturbed(
         tries: How many workers may be lost.
         least: If no try has got so far, raise the WorkerLostError of the last one.
         look: Called with the env now and then, and at the end.
-        lost_in: Where to put the numbers of the steps in which workers were lost.
         **limits: Further limits of the walk.
     """
-    longest, began = Walk(), time.monotonic()
+    longest, lost_in, began = Walk(), list[int](), time.monotonic()
     for left in reversed(range(tries)):
-        found = Walk()
+        found = Walk(lost_in=lost_in)
         try:
             with patient.worker(env_fn=env_fn) as env:
-                walk(env, steps, before_step=partial(_look_now_and_then, look, env), found=found, **limits)
+                walk(env, steps, before_step=lambda step: step % _LOOK_EVERY or look(env), found=found, **limits)
                 look(env)
                 return found
         except WorkerLostError:
             longest = max(longest, found, key=lambda one: one.steps)
-            if lost_in is not None:
-                lost_in.append(found.steps + 1)
-            is_last = not left or time.monotonic() > began + _TRIES_UNTIL
-            if is_last and longest.steps < least:
-                raise
-            if is_last:
+            lost_in.append(found.steps + 1)
+            if not left or time.monotonic() > began + _TRIES_UNTIL:
+                if longest.steps < least:
+                    raise
                 break
         steps //= 2
     return longest
@@ -565,11 +556,6 @@ def _frame(env: SubprocessEnv) -> tuple[Any, float]:
     frame: Any = env.render()
     seconds = time.perf_counter() - began
     return np.asarray(frame[-1] if isinstance(frame, list) and frame else frame), seconds
-
-
-def _look_now_and_then(look: Callable[[SubprocessEnv], object], env: SubprocessEnv, step: int) -> None:
-    if step % _LOOK_EVERY == 0:
-        look(env)
 
 
 # --- the ways of recovery -------------------------------------------------------------------------
