@@ -208,9 +208,7 @@ class LocalCluster:
     def nodes(self) -> list[Node]:
         return [Node(f"id {index}", f"node {index}", free) for index, free in enumerate(self.nodes_free)]
 
-    def place(
-        self, cpus: int, pick: Callable[..., Node | None], hash_seed: str, is_wanted: Callable[[], bool]
-    ) -> LossyHost:
+    def place(self, cpus: int, pick: Callable[..., Node | None], is_wanted: Callable[[], bool]) -> LossyHost:
         node = pick(self.nodes(), set())
         assert node is not None
         host = LossyHost(self, len(self.hosts), node)

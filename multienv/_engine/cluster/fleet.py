@@ -7,8 +7,6 @@ the next worker that is launched on the seat has a new one made, on another node
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 import threading
 import time
 import weakref
@@ -71,7 +69,7 @@ class Seat:
         """Make a host, and wait for it."""
         fleet = self._fleet
         try:
-            return fleet.cluster.place(self.cpus, partial(fleet.pick, self), fleet.hash_seed, is_wanted)
+            return fleet.cluster.place(self.cpus, partial(fleet.pick, self), is_wanted)
         except ClusterError:
             self._failed_at = time.monotonic()
             raise
@@ -103,7 +101,6 @@ class Fleet:
     def __init__(self, options: RayOptions, envs: int) -> None:
         self.options = options
         self.cluster = Cluster(options)
-        self.hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
         self._users: set[int] = set()  # launchers that are not closed
         self._names = itertools.count()
         self._lost = ""

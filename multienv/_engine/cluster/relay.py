@@ -80,12 +80,10 @@ class Relayed:
         return self.channel, self.asked
 
     def look(self) -> None:
-        """Note whether the worker is gone."""
-        assert self.channel is not None
-        try:
-            self.channel.wait(self.asked, time.monotonic())
-        except Gone as gone:
-            self.gone = gone.with_traceback(None)
+        """Note how the worker has ended, if it has not answered."""
+        channel, number = self.awaited
+        if not channel.answered(number):
+            self.gone = channel.lose()
 
     def words(self) -> bytes:
         """Return the control words that the trainer reads."""

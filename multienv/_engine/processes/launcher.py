@@ -69,7 +69,7 @@ LIGHT = (
 # (autogroups), and workers in a session of their own step half as fast.
 _APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 # Of all workers, or a set would be iterated in another order in a replacement; the trainer's own cannot be had.
-_hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
+hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
 # As LONGEST_SEND, where a finalizer gives the order: the monitor takes hundreds of them in a second.
 _LONGEST_FREE = 1.0
 # Monitors that may end, one after the other, before one of them has taken the order to launch a worker.
@@ -229,7 +229,7 @@ class MonitorClient:
                     _command(handed.fileno(), self._folder),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[handed.fileno()],
-                    env=worker_environment() | {"PYTHONHASHSEED": _hash_seed},
+                    env=worker_environment() | {"PYTHONHASHSEED": hash_seed},
                     **_APART,
                 )
         except BaseException:
@@ -294,8 +294,8 @@ _is_shutting_down = False
 
 def set_hash_seed(seed: str) -> None:
     """Set the seed of PYTHONHASHSEED for workers that are launched from now on: in its order they iterate over sets."""
-    global _hash_seed
-    _hash_seed = seed
+    global hash_seed
+    hash_seed = seed
 
 
 def _send_at_once(order: Order) -> None:
