@@ -140,8 +140,7 @@ def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Work]:
         if own in (sys.__stdout__, sys.__stderr__):
             own = stack.enter_context(os.fdopen(os.dup(own.fileno()), "w", encoding=own.encoding))
         output = None if verbose else stack.enter_context(tempfile.TemporaryFile())
-        hidden = os.dup(2) if output is None else os.dup(output.fileno())
-        stack.callback(os.close, hidden)
+        hidden = 2 if output is None else output.fileno()
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             saved = os.dup(number)
