@@ -165,7 +165,10 @@ class Monitor:
         self, control: socket.socket, spawn_command: list[str], thread_variables: list[str], folder: str
     ) -> None:
         self._control = control
-        self._folder = made(folder)
+        self._folder = ""
+        with contextlib.suppress(OSError):
+            Path(folder).mkdir(mode=0o700)
+            self._folder = folder
         self._numbers = count()  # names of the workers' folders
         self._launches: dict[str, int] = {}  # by the mark of a worker: the number of the launch that it comes from
         # By name of shared memory: number of the first launch when it was there. Such as data that the trainer has
@@ -359,8 +362,8 @@ class Monitor:
             ends = make_lines(descriptors)
             number = next(self._numbers)
             self._older = {name: self._older.get(name, number) for name in shared_memory()}
-            folder = made(self._folder and f"{self._folder}/{number}")
-            order = replace(order, folder=number if folder else -1)
+            folder = self._folder and f"{self._folder}/{number}"
+            order = replace(order, folder=number)
             forked = template.fork(order, ends, self._spared()) if template else 0
             pid = forked or os.fork()
         except OSError as error:
@@ -375,10 +378,9 @@ class Monitor:
         known = {*self._workers.values(), *self._bereaved}
         launches = {one.launch for one in known} | {one.launch for one in self._kept.values()}
         used = {f"{self._folder}/{launch}" for launch in launches}
-        used |= {template.own_folder for template in self._templates.values()}
         with contextlib.suppress(OSError):  # not behind a link that an env has put in the place of the folder
             names = [] if Path(self._folder).is_symlink() else os.listdir(self._folder)
-            for folder in [f"{self._folder}/{name}" for name in names]:
+            for folder in [f"{self._folder}/{name}" for name in names if name.isdigit()]:  # the others are of imports
                 if folder not in used:
                     remove_folder(folder)
 
@@ -406,8 +408,7 @@ class Monitor:
         """Begin a template; one with this token begins anew, because there is more to import."""
         template = self._templates.get(order.token)
         if template is None:
-            own_folder = made(self._folder and f"{self._folder}/preload{order.token}")
-            template = self._templates[order.token] = Template(order.title, self._folder, own_folder)
+            template = self._templates[order.token] = Template(order.title, self._folder)
         take_streams(descriptors, own=1)
         template.take_imports(descriptors)
         if template.refusal:
@@ -720,14 +721,6 @@ def refuse_incomplete(descriptors: list[int]) -> None:
     """Raise OSError if not all descriptors that were sent with an order could be received."""
     if len(descriptors) < OWN_DESCRIPTORS:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-
-def made(folder: str) -> str:
-    """Make a folder; return its path, or ``""`` if that fails."""
-    with contextlib.suppress(OSError):
-        Path(folder).mkdir(mode=0o700)
-        return folder
-    return ""
 
 
 def take_streams(descriptors: list[int], own: int = OWN_DESCRIPTORS) -> None:

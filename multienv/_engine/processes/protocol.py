@@ -55,7 +55,7 @@ class Order:
         native_threads: Threads of native libraries in a fresh interpreter; 0: as the user has set them.
         token: Of the snapshot, or of the template; 0: none.
         title: Name of the process; of a template, what it imports.
-        folder: Number of the worker's folder for temporary files, which the monitor makes; -1: there is none.
+        folder: Number of the worker's folder for temporary files, in that of the monitor.
     """
 
     operation: int
@@ -63,7 +63,7 @@ class Order:
     native_threads: int = 0
     token: int = 0
     title: str = ""
-    folder: int = -1
+    folder: int = 0
 
     def send(self, over: socket.socket, descriptors: Sequence[int] = ()) -> None:
         """Send the order with these descriptors, without blocking; raises OSError."""

@@ -53,8 +53,7 @@ class Template:
 
     Args:
         title: The names.
-        folder: Holds the folders of workers for temporary files; ``""``: there is none.
-        own_folder: For the temporary files of the imports; ``""``: the trainer's.
+        folder: For the temporary files of the imports, and the folders of workers for theirs; ``""``: there is none.
 
     Attributes:
         pid: Of the process; 0: there is none.
@@ -64,9 +63,9 @@ class Template:
         left_out: Packages that a process for ``preload="auto"`` is not to import, because they cannot be forked.
     """
 
-    def __init__(self, title: str, folder: str, own_folder: str) -> None:
+    def __init__(self, title: str, folder: str) -> None:
         self._title, self._folder, self._told = title, folder, b""
-        self.pid, self.is_ready, self.refusal, self.own_folder = 0, False, "", own_folder
+        self.pid, self.is_ready, self.refusal = 0, False, ""
         self.waiting: list[tuple[Order, list[int]]] = []
         self.left_out: set[str] = set()
         self._channel: socket.socket | None = None
@@ -86,7 +85,7 @@ class Template:
         try:
             pid = os.fork()
             if pid == 0:
-                _serve(theirs, monitor, self._imports, self.left_out, self._folder, self.own_folder)
+                _serve(theirs, monitor, self._imports, self.left_out, self._folder)
         except OSError:
             ours.close()
             raise
@@ -175,15 +174,13 @@ def _words(code: int) -> str:
 # --- in the process -------------------------------------------------------------------------------
 
 
-def _serve(
-    channel: socket.socket, monitor: int, imports: bytes, left_out: AbstractSet[str], folder: str, own_folder: str
-) -> NoReturn:
+def _serve(channel: socket.socket, monitor: int, imports: bytes, left_out: AbstractSet[str], folder: str) -> NoReturn:
     """Import, tell the monitor whether that was all right, then fork a worker for each order."""
     try:
         part_from_monitor(monitor, [channel.fileno()])
         worker_main.set_title("multienv preload")
-        if own_folder:
-            os.environ["TMPDIR"] = own_folder
+        if folder:
+            os.environ["TMPDIR"] = folder
         own = os.getpid()
         refusal = _import(left_out, *pickle.loads(imports))
         if os.getpid() != own:  # an import has forked, and goes on in the child
@@ -274,7 +271,7 @@ def _fork_worker(ours: socket.socket, order: Order, descriptors: list[int], moni
             while os.getppid() == own:
                 time.sleep(0.0005)  # not a poll: nothing tells a process that its parent has changed
             os.dup2(descriptors[-1], 1)
-            become_worker(descriptors[:_OWN], order, monitor, f"{folder}/{order.folder}" if order.folder >= 0 else "")
+            become_worker(descriptors[:_OWN], order, monitor, folder and f"{folder}/{order.folder}")
         ours.sendall(_ANSWER.pack(pid))
     except OSError as error:
         ours.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
