@@ -125,11 +125,6 @@ def checked_seed(seed: Any) -> int | None:
 def checked_options(options: Any, count: int) -> list[dict[str, Any] | None]:
     """Return the options of each env, copies of what ``reset`` was given: a dict for all, or one or None for each."""
     each = [options] * count if options is None or isinstance(options, Mapping) else options
-    if not isinstance(each, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in each):
-        raise UsageError(
-            f"reset(): options is {options!r:.100}; give one dict for all envs, or a list with a dict or None for "
-            "each. Nothing was sent."
-        )
     if len(each) != count:
         raise UsageError(f"reset(): options has {len(each)} items for {count} envs. Nothing was sent.")
     return [None if one is None else dict(one) for one in each]

@@ -41,37 +41,24 @@ def busy_cores() -> int:
 def quota(root: Path = Path("/")) -> float:
     """Return of how many cores the control groups of this process allow the time; infinite without a limit.
 
+    In a container its own group is the topmost to be seen. Control groups of version 1 are not asked.
+
     Args:
         root: Where the system's files are.
     """
-    found = math.inf
-    with contextlib.suppress(OSError, ValueError):  # no Linux, no control groups
+    mount = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError):  # no Linux, no control groups
         for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                found = min(found, _least(root / "sys/fs/cgroup", path, _of_version_2))
-            elif "cpu" in controllers.split(","):
-                found = min(found, _least(root / "sys/fs/cgroup" / controllers, path, _of_version_1))
-    return found
-
-
-def _least(mount: Path, path: str, read: Callable[[Path], float]) -> float:
-    """Return the least quota of a group and its parents; in a container its own group is the topmost to be seen."""
-    group = mount / path.strip("/")
-    return min(map(read, [mount, group, *(one for one in group.parents if mount in one.parents)]))
-
-
-def _of_version_2(group: Path) -> float:
-    with contextlib.suppress(OSError, ValueError):
-        limit, period = (group / "cpu.max").read_text().split()
-        return math.inf if limit == "max" else int(limit) / int(period)
+            if line.startswith("0::"):
+                group = mount / line.removeprefix("0::").strip("/")
+                return min(map(_limit, [mount, group, *(one for one in group.parents if mount in one.parents)]))
     return math.inf
 
 
-def _of_version_1(group: Path) -> float:
+def _limit(group: Path) -> float:
     with contextlib.suppress(OSError, ValueError):
-        limit, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return math.inf if limit < 0 else limit / period
+        limit, period = (group / "cpu.max").read_text().split()
+        return math.inf if limit == "max" else int(limit) / int(period)
     return math.inf
 
 

@@ -261,5 +261,4 @@ def _forget() -> None:
     noted = _raised = None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -53,7 +51,6 @@ def bench(
 
     multienv bench my_envs.py:MyEnv
     """
-    load = os.getloadavg()[0]
     with at_work("building ...", as_json=as_json, verbose=verbose) as work:
         found, walk = working_env(env, env_kwargs, step_deadline or 10.0)
         options: Any = {"step_deadline": step_deadline, "seconds": seconds, "repeats": repeats, "say": work.update}
@@ -71,8 +68,7 @@ def bench(
         "code": vector_env_code(found, num_envs, best.options or ""),
         "printed": work.printed,
     }
-    if load > len(cores()):
-        print(f"This machine is busy (load {load:.0f}): do not trust these figures.", file=sys.stderr)
+    work.warn_if_busy()
     if as_json:
         print(json.dumps(document, indent=1))
         return

@@ -6,12 +6,10 @@ findings of earlier checks. If a check finds the env broken, the examination end
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -24,14 +22,10 @@ from rich.filesize import decimal
 
 from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.building.building import EnvFn
-from multienv._engine.cores import cores
-from multienv._engine.recovery.journal import AFFORDABLE
 from multienv._engine.recovery.policy import ForkingPolicy
 from multienv._engine.recovery.verification import is_comparable
 from multienv._engine.reports.texts import foreign_frames
-from multienv._engine.worker.snapshots import interval_for
 from multienv.cli.env_functions import arguments_advice
-from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
 from multienv.cli.watching import Noticed, ObservedEnv, seeded
@@ -45,7 +39,7 @@ from multienv.errors import (
     WorkerLostError,
     first_line,
 )
-from multienv.events import Event, Loss, Recovery, Statistics
+from multienv.events import Event, Loss, Recovery
 from multienv.testing.killer import send
 
 Verdict = Literal["ok", "note", "truncates", "broken"]
@@ -87,8 +81,6 @@ _TIMES_IF_CALM, _LEAST_IF_CALM = 100.0, 10.0
 _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 # About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
-# Snapshots whose time is measured.
-_FORKS = 5
 # From this many seconds on, a start is slow enough to advise a preload.
 _LONG_START = 3.0
 # Things outside that are shown, and what follows from each kind.
@@ -161,20 +153,13 @@ class Patient:
         ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
             ``"strayed"``: repeated from a reset, and then otherwise. ``"differs"``: otherwise, though it counted as
             exact.
-        start: Seconds that a worker took to build the env.
         memory: Bytes of a worker that has just built the env.
         recycling: The options of RestartPolicy that help against the env's leaks.
-        steps: How many it has taken in all workers.
-        crashed, hung: How often the env itself crashed or hung; the doctor's own strikes do not count.
-        last_loss: The last such loss of a worker that was left alone.
-        stack: Where it crashed or hung last, if that is known.
+        recoveries: What became of each worker that was lost.
+        victims: The processes that the doctor has killed.
         is_doomed: Whether it crashed in the same step each time: then it crashes in each replay, too.
-        obstacle: Why the env has no snapshots, or ``""``.
         began: When the examination began.
-        episode_seconds: Env time of the longest episode that its spec allows; 0.0: unknown.
-        is_busy: Other programs keep all cores busy: times say little.
-        exact_steps: About how many steps of a worker a replay repeats exactly, though the env carries memory across
-            resets; 0: not known.
+        longest: Steps of the longest episode that its spec allows; 0: unknown.
     """
 
     name: str
@@ -189,20 +174,13 @@ class Patient:
     may_remember: bool = False
     batch: Literal["shared", "alone", "none"] = "shared"
     ways: dict[str, Outcome] = field(default_factory=dict)
-    start: float = 0.0
     memory: int = 0
     recycling: list[str] = field(default_factory=list)
-    steps: int = 0
-    crashed: int = 0
-    hung: int = 0
-    last_loss: WorkerLostError | None = None
-    stack: str = ""
+    recoveries: list[Recovery] = field(default_factory=list)
+    victims: list[int] = field(default_factory=list)
     is_doomed: bool = False
-    obstacle: str = ""
     began: float = field(default_factory=time.monotonic)
-    episode_seconds: float = 0.0
-    is_busy: bool = False
-    exact_steps: int = 0
+    longest: int = 0
 
     @property
     def verdict(self) -> Verdict:
@@ -224,42 +202,58 @@ class Patient:
         return "truncates" if self.ways and self.again else "unknown"
 
     @property
+    def step_seconds(self) -> float:
+        """Return how long a step of the first walk took on average, with its share of the resets."""
+        return self.first.seconds / self.first.steps
+
+    @property
+    def episode_seconds(self) -> float:
+        """Return about how long the longest episode takes that the env's spec allows; 0.0: unknown."""
+        return self.longest * self.step_seconds
+
+    @property
     def own_faults(self) -> str:
         """Return what the env did by itself, such as ``"crashed 3 times and hung once"``; or ``""``."""
-        counts = (("crashed", self.crashed), ("hung", self.hung))
-        return " and ".join(f"{what} {_times(count)}" for what, count in counts if count)
+        return " and ".join(f"{what} {_times(count)}" for what, count in self.faults.items() if count)
 
-    def note_own_loss(self, loss: WorkerLostError | Loss) -> None:
-        """Count a crash or a hang of the env itself."""
-        is_hung = isinstance(loss, WorkerHungError) or (isinstance(loss, Loss) and loss.cause == "hung")
-        self.hung += is_hung
-        self.crashed += not is_hung
-        self.stack = foreign_frames(loss.stack) or self.stack
-        if isinstance(loss, WorkerLostError):
-            self.last_loss = loss.with_traceback(None)
+    @property
+    def own_losses(self) -> list[Recovery]:
+        """Return what became of the workers that the env itself lost."""
+        return [one for one in self.recoveries if one.loss.pid not in self.victims]
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """Return how often the env itself crashed, and how often it hung."""
+        hung = [one for one in self.own_losses if one.loss.cause == "hung"]
+        return {"crashed": len(self.own_losses) - len(hung), "hung": len(hung)}
+
+    @property
+    def stack(self) -> str:
+        """Return where it crashed or hung last, if that is known."""
+        return next(filter(None, (foreign_frames(one.loss.stack) for one in reversed(self.own_losses))), "")
+
+    def hear(self, event: Event) -> None:
+        """Note what became of a lost worker."""
+        if isinstance(event, Recovery):
+            self.recoveries.append(event)
 
     def differs_at(self, walk: Walk) -> str:
         """Return the name of the first reset or step of a walk that is not as in the first one."""
         return walk.differs_at(self.first, observations=not self.noticed.incomparable)
 
-    @contextlib.contextmanager
-    def worker(self, *, env_fn: EnvFn | None = None, **options: Any) -> Iterator[SubprocessEnv]:
-        """Start a worker with the env (or another one), and close it in the end. By default a loss raises.
+    def worker(self, *, env_fn: EnvFn | None = None, **options: Any) -> SubprocessEnv:
+        """Return the env (or another one) in a worker of its own. By default a loss raises.
 
         All workers begin with the same states of ``random`` and ``numpy.random``. If the env has hung, the recommended
         deadlines apply: otherwise each further hang would take 10 s.
         """
         most = self.reset_deadline
         step, reset = self.step_deadline, most
-        if self.hung and self.first.steps:
+        if self.faults["hung"] and self.first.steps:
             step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
         deadlines = Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
         build = seeded(env_fn or self.env_fn)
-        with SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, **options}) as env:
-            try:
-                yield env
-            finally:
-                self.steps += env.statistics().steps
+        return SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, "hooks": [self.hear], **options})
 
 
 def examine(patient: Patient, report: Callable[[Row], object]) -> list[Row]:
@@ -285,8 +279,6 @@ def _tried(check: Callable[[Patient], Row | None], patient: Patient) -> Row | No
         try:
             return check(patient)
         except Exception as error:  # the env caused it, and multienv raised it
-            if isinstance(error, WorkerLostError) and check is not renders:
-                patient.note_own_loss(error)
             is_chance = isinstance(error, WorkerLostError | SpoiledError) and check is not steps  # it has tried itself
             is_chance = is_chance and not (check is builds and isinstance(error, WorkerHungError))
             is_chance = is_chance and not isinstance(error, RestartBudgetExceeded)
@@ -319,19 +311,19 @@ def _failed(patient: Patient, error: Exception) -> Row:
         if patient.first.steps:  # the env runs, until it ends its worker by itself
             verdict, text = "note", f"not known: {text}"
             advice = advice if isinstance(error, RestartBudgetExceeded) else _CHANCE
-        advice = _to_run_again(patient, error) or advice
+        advice = _to_run_again(patient, error.report) or advice
     return Row(verdict, text, advice, foreign_frames(detail))
 
 
-def _last_words(lost: WorkerLostError) -> str:
+def _last_words(lost: WorkerLostError | Loss) -> str:
     """Return the stack of a lost worker, and the end of what it wrote to stderr."""
     return "\n".join([lost.stack, *lost.stderr.splitlines()[-_LAST_WORDS:]])
 
 
-def _to_run_again(patient: Patient, lost: WorkerLostError) -> str:
+def _to_run_again(patient: Patient, report: str) -> str:
     """Return the command that replays a crash report; ``""`` if none was written."""
     env = f" --env {patient.name}" if ":" in patient.name else ""
-    return f"To run it again: multienv replay {lost.report}{env}" if lost.report else ""
+    return f"To run it again: multienv replay {report}{env}" if report else ""
 
 
 def _times(count: int) -> str:
@@ -341,55 +333,33 @@ def _times(count: int) -> str:
 # --- does it run at all? --------------------------------------------------------------------------
 
 
-def load(patient: Patient) -> Row | None:
-    """Tell whether other programs keep all cores busy: then no time that is measured says anything about the env."""
-    average, count = os.getloadavg()[0], len(cores())
-    patient.is_busy = average > count
-    if not patient.is_busy:
-        return None
-    return Row(
-        "note",
-        f"this machine is busy (load {average:.0f} on {count} cores): the times below are not those of the env, and "
-        "nothing is recommended because of them",
-        "Run the doctor again when the machine is idle.",
-    )
-
-
 def builds(patient: Patient) -> Row:
     """Send ``env_fn`` to a worker, and build the env there."""
     began = time.perf_counter()
     with patient.worker() as env:
-        patient.start, patient.memory = time.perf_counter() - began, env.statistics().rss or 0
-    size, ready = decimal(len(cloudpickle.dumps(patient.env_fn))), duration(patient.start)
+        start, patient.memory = time.perf_counter() - began, env.statistics().rss or 0
+        patient.longest = (env.spec and env.spec.max_episode_steps) or 0
+    size, ready = decimal(len(cloudpickle.dumps(patient.env_fn))), duration(start)
     advice = 'Are its imports slow? Try preload="auto": also each loss then costs less time.'
     means = f"env_fn takes {size}; its worker is ready after {ready}, and takes {decimal(patient.memory)}"
-    return Row("ok", means, advice if patient.start > _LONG_START and not patient.is_busy else "")
+    return Row("ok", means, advice if start > _LONG_START else "")
 
 
 def steps(patient: Patient) -> Row:
     """Walk at random. All later walks are compared with this one."""
-    known: dict[str, Any] = {}
-
-    def look(env: SubprocessEnv) -> None:
-        known.update(each=env.statistics().step_seconds, spec=env.spec)
-
-    lost_in: list[int] = []
-    first = undisturbed(patient, STEPS, tries=TRIES, least=FEW, look=look, seconds=_SECONDS, lost_in=lost_in)
-    patient.first, spec = first, known.get("spec")
-    each = known.get("each") or first.slowest_step
-    patient.episode_seconds = each * ((spec and spec.max_episode_steps) or 0)
+    first = patient.first = undisturbed(patient, STEPS, tries=TRIES, least=FEW, seconds=_SECONDS)
     slowest = f"the slowest step {duration(first.slowest_step)}, the slowest reset {duration(first.slowest_reset)}"
-    means = f"{first.steps} random steps of {duration(each)} each, {slowest}"
-    lost = patient.last_loss
-    if lost is None:
+    means = f"{first.steps} random steps of {duration(patient.step_seconds)} each, {slowest}"
+    if not patient.own_losses:
         return Row("ok", means)
+    last = patient.own_losses[-1]
     means += f"; it {patient.own_faults} by itself"
-    if len(lost_in) > 1 and len(set(lost_in)) == 1:
-        means += f", each time in step {lost_in[0]}"
-        patient.is_doomed = len(lost_in) >= _NO_CHANCE
+    if len(first.lost_in) > 1 and len(set(first.lost_in)) == 1:
+        means += f", each time in step {first.lost_in[0]}"
+        patient.is_doomed = len(first.lost_in) >= _NO_CHANCE
     means += ": its episode is truncated there" if patient.is_doomed else ""
     verdict: Verdict = "truncates" if patient.is_doomed else "note"
-    return Row(verdict, means, _to_run_again(patient, lost), foreign_frames(_last_words(lost)))
+    return Row(verdict, means, _to_run_again(patient, last.report), foreign_frames(_last_words(last.loss)))
 
 
 def compares(patient: Patient) -> Row | None:
@@ -440,17 +410,16 @@ def begins_anew(patient: Patient) -> Row:
     """Take the steps of several episodes again, some of which begin in a new process: does a memory show?"""
     if not patient.again or patient.noticed.incomparable:
         return Row("note", f"not known: {_DOES_NOT_REPEAT if not patient.again else 'see the line compares'}")
-    fit_in = _ANEW_SECONDS * patient.first.steps / patient.first.seconds
+    fit_in = _ANEW_SECONDS / patient.step_seconds
     longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
-    lost_in: list[int] = []
     most = _ANEW_STEPS // (5 if patient.own_faults else 1)  # or it crashes before the end
     cut_from = min(fit_in, most) / 2 if fit_in > 2 * _ANEW_EPISODES * _LONGEST else 0.0
     patient.may_remember = True
-    first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, cut_from=cut_from, lost_in=lost_in)
+    first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, cut_from=cut_from)
     lengths = [longest] if not first.ends else [end - begin for begin, end in pairwise([0, *first.ends])]
     episodes = f"{len(first.ends)} episodes of at most {max(lengths)} steps"
     if len(first.ends) < _ANEW_LEAST:
-        if lost_in:
+        if first.lost_in:
             raise SpoiledError(f"only {episodes} before the env itself crashed or hung")
         return Row("note", f"not known: only {episodes} fit into {_ANEW_SECONDS} s")
     policy = replace(RAISE, recycle_after_episodes=len(first.ends) // _ANEW_LEAST)
@@ -496,7 +465,6 @@ def undisturbed(
     tries: int = 2,
     least: int = 1,
     look: Callable[[SubprocessEnv], object] = lambda env: None,
-    lost_in: list[int] | None = None,
     **limits: float,
 ) -> Walk:
     """Walk in a worker that is left alone. If the env itself crashes or hangs, return the longest of several tries.
@@ -508,26 +476,22 @@ def undisturbed(
         tries: How many workers may be lost.
         least: If no try has got so far, raise the WorkerLostError of the last one.
         look: Called with the env now and then, and at the end.
-        lost_in: Where to put the numbers of the steps in which workers were lost.
         **limits: Further limits of the walk.
     """
-    longest, began = Walk(), time.monotonic()
+    longest, lost_in, began = Walk(), list[int](), time.monotonic()
     for left in reversed(range(tries)):
-        found = Walk()
+        found = Walk(lost_in=lost_in)
         try:
             with patient.worker(env_fn=env_fn) as env:
-                walk(env, steps, before_step=partial(_look_now_and_then, look, env), found=found, **limits)
+                walk(env, steps, before_step=lambda step: step % _LOOK_EVERY or look(env), found=found, **limits)
                 look(env)
                 return found
-        except WorkerLostError as error:
+        except WorkerLostError:
             longest = max(longest, found, key=lambda one: one.steps)
-            if lost_in is not None:
-                lost_in.append(found.steps + 1)
-            is_last = not left or time.monotonic() > began + _TRIES_UNTIL
-            if is_last and longest.steps < least:
-                raise
-            patient.note_own_loss(error)
-            if is_last:
+            lost_in.append(found.steps + 1)
+            if not left or time.monotonic() > began + _TRIES_UNTIL:
+                if longest.steps < least:
+                    raise
                 break
         steps //= 2
     return longest
@@ -564,7 +528,7 @@ def shares(patient: Patient) -> Row | None:
 
 def renders(patient: Patient) -> Row | None:
     """Render frames in a worker, if the env has a render mode for frames. Report what renders them."""
-    with patient.worker(env_fn=partial(drawn, patient.env_fn)) as env:
+    with patient.worker(env_fn=partial(ObservedEnv, patient.env_fn), hooks=[]) as env:  # the frames may be to blame
         if env.render_mode in (None, "human", "ansi", "ansi_list"):
             return None
         env.reset(seed=SEED)
@@ -594,11 +558,6 @@ def _frame(env: SubprocessEnv) -> tuple[Any, float]:
     return np.asarray(frame[-1] if isinstance(frame, list) and frame else frame), seconds
 
 
-def _look_now_and_then(look: Callable[[SubprocessEnv], object], env: SubprocessEnv, step: int) -> None:
-    if step % _LOOK_EVERY == 0:
-        look(env)
-
-
 # --- the ways of recovery -------------------------------------------------------------------------
 
 
@@ -621,16 +580,16 @@ def outside(patient: Patient) -> Row:
 def forks(patient: Patient) -> Row:
     """Kill the worker with SIGKILL after it has forked a snapshot of itself."""
     struck = strike(patient, ForkingPolicy(snapshot_every=max(1, patient.first.steps // 4)))
-    recovery, patient.obstacle = struck.recovery, struck.statistics.no_snapshots
+    recovery = struck.recovery
     if recovery.method == "snapshot":
         patient.ways["snapshot"] = struck.outcome
         if struck.outcome == "exact":
             return Row("ok", f"a killed worker is recovered exactly from its snapshot, in {duration(recovery.seconds)}")
         advice = f"Use RestartPolicy(snapshots=False): this env changes when its process is forked. {_OR_CHANCE}"
         return Row("note", f"after a recovery from a snapshot, {struck.difference} differs silently", advice)
-    if patient.obstacle:
+    if struck.obstacle:
         advice = "No snapshot is needed if replays work: see the next line."
-        return Row("note", f"no snapshot can be taken: {patient.obstacle}", advice)
+        return Row("note", f"no snapshot can be taken: {struck.obstacle}", advice)
     if struck.outcome == "truncated":
         return Row("note", f"no snapshot brings a killed worker back: {struck.reason}", struck.advice)
     advice = "" if patient.own_faults else _USE_NP_RANDOM  # a copy that crashes or hangs is not taken either
@@ -641,30 +600,26 @@ def replays(patient: Patient) -> Row:
     """Kill the worker with SIGKILL, without snapshots. So it is on macOS, or if the env has threads."""
     struck = strike(patient, RestartPolicy(snapshots=False))
     patient.ways["journal"] = struck.outcome
+    # If the env does not come back in this way, another way may lead back.
+    verdict, means, advice = _unless_recoverable(patient), struck.replay, ""
     if struck.outcome == "truncated":
-        advice = f"Only snapshots recover it. {struck.advice}" if patient.verdict == "ok" else struck.advice
-        return Row(_unless_recoverable(patient), f"a new process does not repeat it: {struck.reason}", advice.rstrip())
-    if struck.outcome == "differs":
+        advice = f"{'Only snapshots recover it. ' * (verdict == 'note')}{struck.advice}".rstrip()
+    elif struck.outcome == "differs":
+        verdict = "truncates"
         advice = 'Use RestartPolicy(on_crash="truncate", on_timeout="truncate"). Is its state outside its process?'
         advice += f" {_OR_CHANCE}"
-        return Row("truncates", struck.replay, advice)
-    if struck.outcome == "strayed":
-        advice = 'RestartPolicy(accept="exact") takes no replay from a reset. Or begin anew in reset().'
-        advice += f" {_OR_CHANCE}"
-        return Row(_unless_recoverable(patient), struck.replay, advice)
-    if patient.remembers:
-        patient.exact_steps = int(float(f"{AFFORDABLE * patient.first.steps / patient.first.seconds:.1g}"))
-        means = f"{struck.replay}; but from about step {patient.exact_steps:,} of a worker on it begins at a reset, "
-        means += f"and {_MEMORY}"
-        return Row(_unless_recoverable(patient), means, "See the line begins anew.")
-    if not _outgrows_replays(patient):
-        return Row("ok", struck.replay)
-    most = f"{RestartPolicy().replay_limit:.0f} s"
-    return Row(
-        "note",
-        f"{struck.replay}; but an episode may take {duration(patient.episode_seconds)}, and a replay at most {most}",
-        "Raise replay_limit, as below. Otherwise a worker that is lost late in its episode truncates it.",
-    )
+    elif struck.outcome == "strayed":
+        advice = f'RestartPolicy(accept="exact") takes no replay from a reset. Or begin anew in reset(). {_OR_CHANCE}'
+    elif patient.remembers:
+        means += f"; but later in a run a replay begins at a reset, and {_MEMORY}"
+        advice = "See the line begins anew."
+    elif _outgrows_replays(patient):
+        verdict, most = "note", f"{RestartPolicy().replay_limit:.0f} s"
+        means += f"; but an episode may take {duration(patient.episode_seconds)}, and a replay at most {most}"
+        advice = "Raise replay_limit, as below. Otherwise a worker that is lost late in its episode truncates it."
+    else:
+        verdict = "ok"
+    return Row(verdict, means, advice)
 
 
 # --- leaks ----------------------------------------------------------------------------------------
@@ -745,33 +700,8 @@ def _usage(env: SubprocessEnv) -> dict[str, int]:
         raise SpoiledError("the env ended its worker between two steps") from error
 
 
-# --- what a snapshot costs ------------------------------------------------------------------------
-
-
-def snapshots(patient: Patient) -> Row | None:
-    """Measure what a snapshot costs, if the env crashes or hangs by itself, and tell how often workers take one."""
-    if not patient.own_faults or patient.obstacle or "differs" in patient.ways.values():
-        return None
-    costs = []
-    with patient.worker() as env, contextlib.suppress(UsageError):  # it cannot be forked
-        env.reset(seed=SEED)
-        for _ in range(_FORKS):
-            began = time.perf_counter()
-            env.snapshot()
-            costs.append(time.perf_counter() - began)
-    if not costs:
-        return None
-    cost, step = float(np.median(costs)), patient.first.seconds / patient.first.steps
-    faults = patient.steps / (patient.crashed + patient.hung)
-    interval = interval_for(cost, faults * step)
-    means = f"each takes {duration(cost)}. A crash or hang comes about once in {faults:,.0f} steps: after the first "
-    means += f"one, workers take a snapshot every {max(1, interval / step):,.0f}, which is best"
-    return Row("ok", means)
-
-
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
-    load, builds, steps, compares, spaces, repeats, begins_anew, draws, shares, renders, outside, forks, replays, leaks,
-    snapshots,
+    builds, steps, compares, spaces, repeats, begins_anew, draws, shares, renders, outside, forks, replays, leaks,
 )  # fmt: skip
 
 
@@ -783,13 +713,13 @@ class Struck:
         outcome: See ``Patient.ways``.
         difference: The reset or step at which the walk differs from the undisturbed walk.
         recovery: The recovery from the loss.
-        statistics: The worker's statistics at the end.
+        obstacle: Why the env has no snapshots, or ``""``.
     """
 
     outcome: Outcome
     difference: str
     recovery: Recovery
-    statistics: Statistics
+    obstacle: str
 
     @property
     def reason(self) -> str:
@@ -831,28 +761,21 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     if not patient.again:
         raise SpoiledError(_DOES_NOT_REPEAT)
     late, struck_after, found = patient.first.steps * 17 // 20, 0, Walk()
-    events: list[Event] = []
-    victims: list[int] = []
+    earlier = len(patient.recoveries)
 
     def before_step(step: int) -> None:
         nonlocal struck_after
         if step == late:
             struck_after = len(found.seen)
             time.sleep(_ANNOUNCED)
-            victims.append(_pid(env))
-            send(victims[0], "SIGKILL")
+            patient.victims.append(_pid(env))
+            send(patient.victims[-1], "SIGKILL")
 
-    try:
-        policy = replace(restart, max_restarts=_MOST_LOSSES)
-        with patient.worker(reports="", hooks=[events.append], restart=policy) as env:
-            walk(env, patient.first.steps, before_step=before_step, found=found)
-            known = env.statistics()
-    finally:
-        for event in events:
-            if isinstance(event, Loss) and event.pid not in victims:
-                patient.note_own_loss(event)
-    recoveries = [event for event in events if isinstance(event, Recovery)]
-    ours = next((one for one in recoveries if one.loss.pid in victims), None)
+    with patient.worker(reports="", restart=replace(restart, max_restarts=_MOST_LOSSES)) as env:
+        walk(env, patient.first.steps, before_step=before_step, found=found)
+        obstacle = env.statistics().no_snapshots
+    recoveries = patient.recoveries[earlier:]
+    ours = next((one for one in recoveries if one.loss.pid in patient.victims), None)
     went_on = ("exact", "replayed")
     if ours is None or any(one.outcome not in went_on for one in recoveries if one is not ours):
         raise SpoiledError("the env itself crashed or hung during this check, and its episode did not go on")
@@ -866,12 +789,12 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
         outcome = "truncated"
     elif difference:
         outcome = "differs" if all(one.outcome == "exact" for one in recoveries) else "strayed"
-    return Struck(outcome, difference, ours, known)
+    return Struck(outcome, difference, ours, obstacle)
 
 
 def _outgrows_replays(patient: Patient) -> bool:
     """Tell whether an episode may take longer than a replay may, while only a replay recovers it."""
-    is_long = patient.episode_seconds > RestartPolicy().replay_limit and not patient.is_busy
+    is_long = patient.episode_seconds > RestartPolicy().replay_limit
     return is_long and patient.ways.get("snapshot") != "exact"
 
 
@@ -891,10 +814,8 @@ def options_for(patient: Patient) -> str:
     """Return the recommended options for this env, as Python."""
     slowest = patient.first.slowest_step
     deadlines = f"step={max(_LEAST_IF_CALM, math.ceil(_TIMES_IF_CALM * slowest)):.1f}"
-    if patient.hung:
+    if patient.faults["hung"]:
         deadlines = f"step={_deadline(slowest):.1f}, reset={_deadline(patient.first.slowest_reset):.1f}"
-    elif patient.is_busy:
-        deadlines = 'step="auto"'
     options = [f"deadlines=Deadlines({deadlines})"]
     if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":
         options.append("envs_per_worker=1")

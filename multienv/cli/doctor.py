@@ -60,10 +60,12 @@ def doctor(
     is_broken = rows[-1].verdict == "broken"
     verdict: Conclusion = "broken" if is_broken else patient.conclusion
     code = "" if is_broken else vector_env_code(found, 8, options_for(patient), lists=patient.batch == "none")
+    if not is_broken:
+        work.warn_if_busy()
     if as_json:
         checks = [row._asdict() for row in rows]
         document: dict[str, Any] = {"env": env, "verdict": verdict, "checks": checks, "code": code}
-        document["own_faults"] = {"crashed": patient.crashed, "hung": patient.hung}
+        document["own_faults"] = patient.faults
         document["printed"] = work.printed
         print(json.dumps(document, indent=1))
     else:
@@ -106,10 +108,6 @@ def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient
         console.print(conclusion, style="yellow" if provided else "green", soft_wrap=True)
     elif verdict == "unknown":
         console.print("Not known to be recoverable: expect that a lost worker ends its episode.", style="yellow")
-    elif patient.exact_steps and not patient.is_doomed:
-        conclusion = f"Truncates, but not early: the first {patient.exact_steps:,} steps or so of a worker are "
-        conclusion += "recovered exactly. Later, a lost worker may end its episode, with truncated=True and a reason."
-        console.print(conclusion, style="yellow", soft_wrap=True)
     else:
         console.print("Truncates: a lost worker ends its episode, with truncated=True and a reason.", style="yellow")
     for line in code.splitlines():

@@ -135,7 +135,7 @@ def env_functions(report: Report, env: str | None, arguments: dict[str, Any] | N
         os.environ.update(report.build.setting.variables)  # before an import may read them
     if env is not None:
         return (named(env, **arguments or {}).env_fn,) * len(report.build.draws)
-    if arguments is not None:
+    if arguments:
         raise UsageError("--env-kwargs needs --env: give both.")
     return _of_report(report)
 

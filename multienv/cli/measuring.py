@@ -20,6 +20,7 @@ from typing import Any
 
 import gymnasium
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.wrappers import Autoreset
 
 from multienv import SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv._engine.building.building import EnvFn
@@ -217,12 +218,15 @@ class BatchInWorker(gymnasium.Env[Any, Any]):
     """Builds a batch of another class in a worker, and steps it there: the env may end that process.
 
     Args:
-        make: Builds the batch.
+        make: Builds the batch, or an env that resets by itself.
         num_envs: Number of its envs.
+        core: The core to run on; ``None``: any.
     """
 
-    def __init__(self, make: Callable[[], Any], num_envs: int) -> None:
+    def __init__(self, make: Callable[[], Any], num_envs: int, core: int | None = None) -> None:
         warnings.simplefilter("ignore")  # Contender.died has the reason if a library fails
+        if core is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {core})
         self._batch = make()
         self.observation_space, self.action_space = self._batch.observation_space, self._batch.action_space
         self._num_envs = num_envs
@@ -237,38 +241,15 @@ class BatchInWorker(gymnasium.Env[Any, Any]):
         self._batch.close()
 
 
-class BoundEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Steps an env for a given time: the most that a core can do.
-
-    Args:
-        env_fn: Builds the env.
-        core: The core to run on.
-    """
-
-    def __init__(self, env_fn: EnvFn, core: int) -> None:
-        super().__init__(env_fn())
-        self._core = core
-        self.env.action_space.seed(0)
-        self._actions = [self.env.action_space.sample() for _ in range(64)]
-
-    def step_for(self, seconds: float) -> float:
-        """Reset, step for this time, and begin a new episode when one ends. Return steps per second."""
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {self._core})
-        self.env.reset()
-        env, steps, began = self.env, 0, time.perf_counter()
-        while (spent := time.perf_counter() - began) < seconds:
-            _, _, terminated, truncated, _ = env.step(self._actions[steps % 64])
-            if terminated or truncated:
-                env.reset()
-            steps += 1
-        return steps / spent
+def _build_env(env_fn: EnvFn) -> gymnasium.Env[Any, Any]:
+    """Build an env that begins a new episode when one has ended, as all batches do."""
+    return Autoreset(env_fn())
 
 
 def _build_limit(env_fn: EnvFn, stack: contextlib.ExitStack, options: dict[str, Any]) -> Callable[[float], float]:
     """Build an env for each core. Return a function that steps all of them at the same time."""
-    steppers = [partial(BoundEnv, env_fn, core) for core in cores()]
-    workers = create_subprocess_envs(steppers, **options)
+    make = partial(_build_env, env_fn)
+    workers = create_subprocess_envs([partial(BatchInWorker, make, 1, core) for core in cores()], **options)
     stack.callback(close_at_once, [worker.close for worker in workers])
     part = 1.0  # of the time of a turn; kept for the next one, because a hang takes long
 

@@ -19,6 +19,7 @@ from rich.filesize import decimal
 from rich.status import Status
 from rich.text import Text
 
+from multienv._engine.cores import cores
 from multienv.cli.checks import FEW, STEPS, TRIES, Patient, undisturbed
 from multienv.cli.env_functions import NamedEnv, arguments_advice, named
 from multienv.cli.texts import visible
@@ -95,12 +96,17 @@ class Work:
 
     def __init__(self, status: Status, output: IO[bytes] | None) -> None:
         self.console = status.console
-        self._status, self._output = status, output
+        self._status, self._output, self._load = status, output, os.getloadavg()[0]
         self.printed = ""
 
     def update(self, doing: str) -> None:
         """Show what is being done now."""
         self._status.update(Text(doing))
+
+    def warn_if_busy(self) -> None:
+        """Say on stderr if other programs had kept all cores busy before the work began."""
+        if self._load > len(cores()):
+            print(f"This machine is busy (load {self._load:.0f}): do not trust these figures.", file=sys.stderr)
 
     def finish(self) -> None:
         """Set ``printed``: how much the env has printed, and the last lines; ``""`` if nothing, or if it was shown."""
@@ -134,8 +140,7 @@ def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Work]:
         if own in (sys.__stdout__, sys.__stderr__):
             own = stack.enter_context(os.fdopen(os.dup(own.fileno()), "w", encoding=own.encoding))
         output = None if verbose else stack.enter_context(tempfile.TemporaryFile())
-        hidden = os.dup(2) if output is None else os.dup(output.fileno())
-        stack.callback(os.close, hidden)
+        hidden = 2 if output is None else output.fileno()
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             saved = os.dup(number)

@@ -24,7 +24,7 @@ from multienv._engine.reports.crash import Report
 from multienv._engine.reports.read import load, summary_of
 from multienv._engine.reports.texts import counted, exit_text, what_happened
 from multienv.cli.env_functions import env_functions
-from multienv.cli.options import ReportsOption, arguments_of, plain_console
+from multienv.cli.options import JsonOption, KwargsOption, ReportsOption, arguments_of, plain_console
 from multienv.cli.replaying import EnvRaised, Rerun
 from multienv.cli.texts import duration, report_line, visible
 from multienv.errors import UsageError
@@ -43,7 +43,7 @@ def replay(
         str | None,
         typer.Option(help="How to build the env: its id, 'module:id' or 'module:function'. Default: the report's own."),
     ] = None,
-    env_kwargs: Annotated[str | None, typer.Option(help="Arguments for --env, as JSON.")] = None,
+    env_kwargs: KwargsOption = "{}",
     debug: Annotated[
         bool, typer.Option("--pdb", help="Stop in the debugger before the fatal request. Implies --here.")
     ] = False,
@@ -56,9 +56,7 @@ def replay(
     ] = None,
     last: Annotated[int, typer.Option(min=1, help="Without an argument: how many of the newest reports to list.")] = 10,
     reports: ReportsOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print each event as a line of JSON, and the list as one document.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run a lost episode again in a process of its own, up to the request in which its worker was lost.
 
@@ -67,6 +65,7 @@ def replay(
     Each answer on the way is compared with the recorded one. If the env crashes or hangs by chance before the fatal
     request, the replay is tried again, five times in all, then from a later reset if the report knows one. Modules of
     --env are also found in the current directory. A report is a pickle: only replay reports that you trust.
+    With --json each event is a line of JSON, and the list one document.
 
     Exit code 0: the fault did not happen again; 1: it happened again: the env raised, hung or ended its process;
     2: the report cannot be replayed; 3: a fault has struck by chance in each try.
@@ -84,7 +83,7 @@ def replay(
         _list(plain_console(soft_wrap=True), directory, last, as_json=as_json)
         return
     path = _path(report, directory)
-    arguments = None if env_kwargs is None else arguments_of(env_kwargs)
+    arguments = arguments_of(env_kwargs)
     if debug or here:
         try:
             code = _run(as_json, path, env, arguments, step_deadline, debug=debug)
@@ -194,7 +193,7 @@ def _replay(
     say: Callable[..., None],
     report: Report,
     env: str | None,
-    arguments: dict[str, Any] | None,
+    arguments: dict[str, Any],
     step_deadline: float | None,
     *,
     debug: bool = False,

@@ -25,6 +25,7 @@ class Walk:
         steps: Number of steps taken.
         ends: Number of steps that had been taken at the end of each episode.
         ended: Number of episodes that ended by themselves.
+        lost_in: Numbers of the steps in which this walk and earlier tries of it ended because the worker was lost.
         seconds: Time of all resets and steps.
         slowest_reset, slowest_step: Seconds.
     """
@@ -33,6 +34,7 @@ class Walk:
     steps: int = 0
     ends: list[int] = field(default_factory=list)
     ended: int = 0
+    lost_in: list[int] = field(default_factory=list)
     seconds: float = 0.0
     slowest_reset: float = 0.0
     slowest_step: float = 0.0

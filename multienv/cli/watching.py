@@ -1,7 +1,10 @@
-"""Find out, inside its worker, what an env draws from and has outside, and how its observations are."""
+"""Find out, inside its worker, what an env draws from and has outside, how its observations are, and what renders."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
 import sys
 import warnings
 from typing import Any, NamedTuple
@@ -16,6 +19,10 @@ from multienv._engine.wire.digests import MARK, evidence_of
 from multienv._engine.worker.asked import obstacle_of
 from multienv._engine.worker.census import OBSTACLES, census, standard_streams
 from multienv._engine.worker.seeding import seed_process, state_of_process
+
+# What chooses the renderer of frames, and what it opens.
+_VARIABLES = ("MUJOCO_GL", "PYOPENGL_PLATFORM", "MUJOCO_EGL_DEVICE_ID", "CUDA_VISIBLE_DEVICES")
+_DEVICES = ("/dev/nvidia", "/dev/dri/", "/dev/kfd")
 
 
 class Outside(NamedTuple):
@@ -90,6 +97,25 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Return what was noticed up to now."""
         self._take_census(f"after {self._steps} steps")
         return self._noticed._replace(outside=tuple(self._outside.values()))
+
+    def drawn_by(self) -> list[str]:
+        """Return what is known after a frame was rendered: OpenGL's name of the renderer, variables, open devices.
+
+        If the OpenGL context is not current, or in another thread, there is no name. This loads no library.
+        """
+        known = []
+        if "OpenGL" in sys.modules:
+            with contextlib.suppress(Exception):  # PyOpenGL finds no platform
+                gl = importlib.import_module("OpenGL.GL")
+                name = gl.glGetString(gl.GL_RENDERER)
+                known += [name.decode()] if name else []
+        if "mujoco" in sys.modules or known:
+            known += [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+        targets = set()
+        for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+            with contextlib.suppress(OSError):
+                targets.add(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115 - a pipe is no path
+        return known + sorted(target for target in targets if target.startswith(_DEVICES))
 
     def _take_census(self, when: str) -> None:
         for found in census(self._ours, (), self._standard) if sys.platform == "linux" else ():

@@ -388,7 +388,7 @@ def test_an_env_that_cannot_be_had_is_refused_in_one_line(cartpole_report: Path,
         (("--env", "no.such:make"), "cannot be imported"),
         (("--env", "json:nothing"), "no such function"),
         (("--env", "Nix-v0"), "no env with this id"),
-        (("--env-kwargs", "{}"), "give both"),
+        (("--env-kwargs", '{"size": 4}'), "give both"),
         (("--env-kwargs", "{"), "--env-kwargs {: this is not JSON"),
         (("--env-kwargs", "[1]"), "--env-kwargs [1]: give a JSON object"),
     ):

@@ -129,7 +129,9 @@ class LossyHost:
 
     def _end(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self.relay.close()
+        for worker in self.relay._workers.values():
+            if worker.channel is not None:
+                worker.channel.release()
         for token in self._tokens:  # an actor's monitor, which is not shared with its trainer, ends with it
             Launch("forkserver").free(token)
         self._open.clear()  # each knows its courier
@@ -206,9 +208,7 @@ class LocalCluster:
     def nodes(self) -> list[Node]:
         return [Node(f"id {index}", f"node {index}", free) for index, free in enumerate(self.nodes_free)]
 
-    def place(
-        self, cpus: int, pick: Callable[..., Node | None], hash_seed: str, is_wanted: Callable[[], bool]
-    ) -> LossyHost:
+    def place(self, cpus: int, pick: Callable[..., Node | None], is_wanted: Callable[[], bool]) -> LossyHost:
         node = pick(self.nodes(), set())
         assert node is not None
         host = LossyHost(self, len(self.hosts), node)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from multienv import AsyncSubprocessEnvManager, RayEnv, RayOptions, RayVectorEnv
+from multienv import AsyncSubprocessEnvManager, RayEnv, RayOptions
 from multienv.errors import UsageError
 
 WRONG = {
@@ -27,12 +27,6 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(name, value):
 
 def test_only_what_was_chosen_is_shown():
     assert repr(RayOptions(hosts=2, placement="pack")) == "RayOptions(hosts=2, placement='pack')"
-
-
-@pytest.mark.parametrize("face", [lambda ray: RayEnv(dict, ray=ray), lambda ray: RayVectorEnv([dict], ray=ray)])
-def test_options_of_another_type_are_refused(face):
-    with pytest.raises(UsageError, match="give RayOptions"):
-        face({"hosts": 2})
 
 
 @pytest.mark.parametrize("options", [{"backend": "dask"}, {"ray": RayOptions()}])

@@ -571,5 +571,5 @@ def test_what_fails_in_a_relay_for_one_worker_is_that_workers_own() -> None:
     here = Relay(launch=Failing)
     (told,) = here.exchange(1, [(frames.LAUNCH, 1, "spawn", None, "")])
     assert told[:2] == (frames.GONE, 1)
-    assert "no room" in told[3]["detail"]
+    assert "no room" in told[2]["detail"]
     assert here.exchange(2, [(frames.RELEASE, 1)]) == []

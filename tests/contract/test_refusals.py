@@ -213,7 +213,7 @@ SITUATIONS |= {
             *((ValueError, "seed", f"reset(seed={seed})") for seed in ("[1]", "'123'", "1.5", "-1", "True")),
             *((ValueError, "seed", f"reset(seed={seed})") for seed in ("[1, 2, 3]", "[1, -1]", "[1, '2']")),
             (UsageError, "1 items for 2 envs", "reset(options=[{'start': 1}])"),
-            *((UsageError, "one dict for all envs", f"reset(options={given})") for given in ("[1, 1]", "3", "'ab'")),
+            *(((TypeError, ValueError), "", f"reset(options={given})") for given in ("[1, 1]", "3", "'ab'")),
             (UsageError, "values", "set_attr('gain', [1.0])"),
         ],
     ),
@@ -292,7 +292,7 @@ SITUATIONS |= {
             (ValueError, "Seed must be a python integer, actual type: <class 'float'>", "reset(seed=[1, 1.5])"),
             (ValueError, "Seed must be a python integer, actual type: <class 'bool'>", "reset(seed=True)"),
             (UsageError, "1 items for 2 envs", "reset(options=[None])"),
-            *((UsageError, "one dict for all envs", f"reset(options={given})") for given in ("[1, 1]", "3", "'ab'")),
+            *(((TypeError, ValueError), "", f"reset(options={given})") for given in ("[1, 1]", "3", "'ab'")),
             (
                 ValueError,
                 "Values must be .* length equal .*Got `3` values for 2",

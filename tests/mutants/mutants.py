@@ -1305,8 +1305,8 @@ MUTANTS = [
         "The neighbour of the env that ended the process is blamed.",
         6,
         "worker_process:ProcessChannel._note_end",
-        "slot=words[SLOT] - 1",
-        "slot=words[SLOT] - 2",
+        "words[SLOT] - 1",
+        "words[SLOT] - 2",
     ),
     Mutant(
         "In a batch the env that is stepped is not marked.",
@@ -1347,7 +1347,7 @@ MUTANTS = [
     Mutant(
         "A worker that hangs is not killed where nobody has called close().",
         7,
-        "endings:Ending.is_over",
+        "endings:end_all",
         "channel.give_up() and channel.patience",
         "channel.patience",
         (f"{SEVEN}::test_an_env_that_is_forgotten_while_it_hangs_leaves_nothing",),
@@ -1975,8 +1975,8 @@ MUTANTS = [
     Mutant(
         "A busy machine is measured like another one.",
         9,
-        "checks:load",
-        "average > count",
+        "cli.options:Work.warn_if_busy",
+        "self._load > len(cores())",
         "False",
         DOCTOR,
     ),

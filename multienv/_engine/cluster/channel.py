@@ -7,21 +7,20 @@ takes a lock, and Ctrl-C may come anywhere: what was posted twice is executed on
 from __future__ import annotations
 
 import contextlib
-import select
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any, Protocol
 
 from multienv._engine.cluster import frames
 from multienv._engine.cluster.frames import Frame
 from multienv._engine.cluster.relay import TOLD
 from multienv._engine.interrupts import finalizer, interruptible, shielded
-from multienv._engine.processes.channel import LONGEST_SLEEP, Channel, Fate, Gone
+from multienv._engine.processes.channel import LONGEST_SLEEP, Channel, Gone, readable
 from multienv._engine.threads import Bell
 from multienv._engine.wire.actions import PICKLED
 from multienv._engine.wire.banks import HEAD, MESSAGE, SKIPPED, STEP
-from multienv._engine.wire.segment import LOSS_SECONDS, PID, REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS, Segment
+from multienv._engine.wire.segment import LOSS_SECONDS, REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS, Segment
 from multienv.events import LossCause
 
 # Seconds given to the stack of a live process, and to its end, on the node and on the way.
@@ -63,21 +62,11 @@ class RelayChannel(Channel):
         self._courier = courier
         self._expected = self._posted = 0  # the newest request that is asked, before it is posted and after that
         self._layout: Any = self.segment.layout  # that the relay knows
-        self._gone: Callable[[], Gone] | None = None  # not the exception: its traceback would hold everything
+        self._gone: Gone | None = None  # a copy of it is raised: the traceback of this one would hold everything
         self._stacks: list[str] = []
         self._is_released = False
         self.name = courier.open(self)
         courier.post(begin(self.name))
-
-    @property
-    def pid(self) -> int | None:
-        """Return the pid of the process, on its node; ``None`` until it is known."""
-        return self.segment.words[PID] or None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the channel has not been released."""
-        return not self._is_released
 
     # --- requests and replies -------------------------------------------------------------------
 
@@ -163,28 +152,25 @@ class RelayChannel(Channel):
         self._stacks.append(text)
         self._bell.ring()
 
-    def hear_gone(self, make: Callable[[], Gone]) -> None:
+    def hear_gone(self, gone: Gone) -> None:
         """Note how the process ended; only the first time."""
         if self._gone is None:
-            self._gone = make
+            self._gone = gone
         self._bell.ring()
 
     # --- the end --------------------------------------------------------------------------------
 
     def lose(self, cause: LossCause = "died", detail: str = "the channel is closed") -> Gone:
         """Return what the relay told of the end."""
-        return Gone(cause, pid=self.pid, detail=detail) if self._gone is None else self._gone()
+        return Gone(cause, pid=self.pid, detail=detail) if self._gone is None else replace(self._gone)
 
-    @interruptible
     def _await(self, is_done: Callable[[], bool], seconds: float) -> bool:
         until = time.monotonic() + seconds
         while not is_done():
             left = until - time.monotonic()
             if left <= 0 or not self._courier.is_up:
                 return False
-            poller = select.poll()
-            poller.register(self._bell.descriptor, select.POLLIN)
-            poller.poll(min(left, LONGEST_SLEEP) * 1000)
+            readable((self._bell.descriptor,), min(left, LONGEST_SLEEP))
             self._bell.silence()
         return True
 
@@ -202,13 +188,12 @@ class RelayChannel(Channel):
         if self._gone is None and not self._is_released:
             self._courier.post((frames.KILL, self.name, cause, stack, detail))
             if not self._await(lambda: self._gone is not None, _KILL_PATIENCE):
-                self.hear_gone(partial(Gone, cause, pid=self.pid, detail=detail or "its host did not tell how"))
+                self.hear_gone(Gone(cause, pid=self.pid, detail=detail or "its host did not tell how"))
         return self.lose(cause, detail)
 
     def wake(self) -> RelayChannel | None:
         """Tell the relay to wake the snapshot, which says by its first answer that it is up."""
-        fate: Fate | None = None if self._gone is None else self._gone().fate
-        if fate is None or fate.snapshot is None or self._is_released or not self._courier.is_up:
+        if self._gone is None or self._gone.fate.snapshot is None or self._is_released or not self._courier.is_up:
             return None
         return RelayChannel(self._courier, lambda name: (frames.WAKE, name, self.name))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -17,6 +16,7 @@ from multienv._engine import interrupts
 from multienv._engine.cluster.frames import Frame
 from multienv._engine.cluster.relay import Relay
 from multienv._engine.processes import launcher
+from multienv._engine.processes.channel import readable
 from multienv._engine.threads import Bell
 from multienv._engine.version import __version__
 from multienv.config import RayOptions
@@ -143,7 +143,6 @@ class Cluster:
         self,
         cpus: int,
         pick: Callable[[list[Node], Collection[str]], Node | None],
-        hash_seed: str,
         is_wanted: Callable[[], bool],
     ) -> RayHost:
         """Make a host on a node that has so many CPUs free.
@@ -154,7 +153,6 @@ class Cluster:
         Args:
             cpus: That it reserves.
             pick: Chooses one of the nodes, except those with these ids.
-            hash_seed: Of all workers, for sets to have the same order in each.
             is_wanted: False: nobody waits any more.
 
         Raises:
@@ -167,7 +165,7 @@ class Cluster:
         while is_wanted():
             node = pick(self.nodes(), tried)
             if node is not None:
-                host = self._make_host(node, cpus, hash_seed, until)
+                host = self._make_host(node, cpus, until)
                 if host is not None:
                     return host
                 tried.add(node.id)
@@ -188,7 +186,7 @@ class Cluster:
             "RayOptions(cpus_per_host=..., hosts=...)."
         )
 
-    def _make_host(self, node: Node, cpus: int, hash_seed: str, until: float) -> RayHost | None:
+    def _make_host(self, node: Node, cpus: int, until: float) -> RayHost | None:
         """Return a host on this node; ``None`` if it is not up in time."""
         ray = self._ray
         affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
@@ -202,7 +200,7 @@ class Cluster:
         if self._options.runtime_env:
             options["runtime_env"] = dict(self._options.runtime_env)
         try:
-            actor = ray.remote(HostActor).options(**options).remote(hash_seed)
+            actor = ray.remote(HostActor).options(**options).remote(launcher.hash_seed)
         except (TypeError, ValueError) as error:
             raise ClusterError(f"Ray takes no host with these RayOptions(runtime_env=...): {error}") from error
         errors = ray.exceptions
@@ -250,7 +248,7 @@ class HostActor:
     """Runs a relay on a node, as an actor.
 
     Args:
-        hash_seed: Of all workers of one vector env or list, on whatever node: a set is iterated in the same order then.
+        hash_seed: That of the trainer: a set is iterated in the same order in all its workers, on whatever node.
     """
 
     def __init__(self, hash_seed: str) -> None:
@@ -334,9 +332,7 @@ class HeadWatch:
             bell.ring()
 
     def _run(self, bell: Bell) -> None:
-        poller = select.poll()
-        poller.register(bell.descriptor, select.POLLIN)
-        while not poller.poll(WATCH_EVERY * 1000) and not self.is_over:
+        while not readable((bell.descriptor,), WATCH_EVERY) and not self.is_over:
             self._asked = self._asked or time.monotonic()
             try:
                 self._cluster.nodes()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import select
 import threading
 import time
 import weakref
@@ -29,7 +28,7 @@ from multienv._engine.cluster import frames
 from multienv._engine.cluster.channel import RelayChannel
 from multienv._engine.cluster.frames import Frame
 from multienv._engine.cluster.relay import HOLD
-from multienv._engine.processes.channel import Gone
+from multienv._engine.processes.channel import Gone, readable
 from multienv._engine.threads import Bell
 
 # Calls under way at most. Two, because the next one ends the wait of the last one.
@@ -125,13 +124,6 @@ class Courier:
         """Whether the relay has been reached, and is not lost."""
         return self._host is not None and not self.lost
 
-    @property
-    def channels(self) -> list[RelayChannel]:
-        """Return those that are open."""
-        # Not by values(), which other threads must not add to meanwhile.
-        known = [reference() for reference in self._channels.valuerefs()]
-        return [channel for channel in known if channel is not None and channel.is_open]
-
     def close(self) -> None:
         """End the host, soon. Takes no lock and does not wait."""
         self._is_closing = True
@@ -163,13 +155,13 @@ class Courier:
 
     def _end(self, why: str) -> None:
         self.lost = self.lost or why
-        for channel in self.channels:
-            channel.hear_gone(self._loss_of(channel))
+        for reference in self._channels.valuerefs():  # not values(), which other threads must not add to meanwhile
+            channel = reference()
+            if channel is not None:
+                channel.hear_gone(self._loss_of(channel))
 
-    def _loss_of(self, channel: RelayChannel) -> Callable[[], Gone]:
-        return partial(
-            Gone, "died", pid=channel.pid, detail=f"its host on {self.name} is lost ({self.lost.rstrip('.')})"
-        )
+    def _loss_of(self, channel: RelayChannel) -> Gone:
+        return Gone("died", pid=channel.pid, detail=f"its host on {self.name} is lost ({self.lost.rstrip('.')})")
 
     def _look(self, host: RemoteHost) -> None:
         """Hear what has come, send what there is, and wait for more."""
@@ -180,11 +172,9 @@ class Courier:
         self._look_for_silence(host, now)
         self._send(host, now)
         if not self.lost:
-            poller = select.poll()
-            poller.register(self._bell.descriptor, select.POLLIN)
             nap = _PULSE_EVERY if self._calls else HOLD
             self._look_at = now + nap
-            poller.poll(nap * 1000)
+            readable((self._bell.descriptor,), nap)
 
     def _send(self, host: RemoteHost, now: float) -> None:
         """Make a call with all frames that lie in the outbox, or one that only waits for answers."""
@@ -231,8 +221,7 @@ class Courier:
             elif kind == frames.GONE:
                 self._waiting.pop(name, None)
                 if channel is not None:
-                    positional, known = rest
-                    channel.hear_gone(partial(Gone, *positional, **known))
+                    channel.hear_gone(Gone(**rest[0]))
             elif channel is not None and kind == frames.PROGRESS:
                 channel.hear_progress(*rest)
             elif channel is not None and kind == frames.STACKS:

@@ -7,8 +7,6 @@ the next worker that is launched on the seat has a new one made, on another node
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 import threading
 import time
 import weakref
@@ -25,7 +23,7 @@ from multienv._engine.cluster.courier import Courier
 from multienv._engine.processes.worker_process import run_uninterrupted
 from multienv._engine.threads import Task
 from multienv.config import RayOptions
-from multienv.errors import ClosedError, ClusterError, NoCapacityError, UsageError
+from multienv.errors import ClosedError, ClusterError, NoCapacityError
 
 # Seconds that a seat fails at once, after a host could not be made for it.
 _STILL = 5.0
@@ -71,7 +69,7 @@ class Seat:
         """Make a host, and wait for it."""
         fleet = self._fleet
         try:
-            return fleet.cluster.place(self.cpus, partial(fleet.pick, self), fleet.hash_seed, is_wanted)
+            return fleet.cluster.place(self.cpus, partial(fleet.pick, self), is_wanted)
         except ClusterError:
             self._failed_at = time.monotonic()
             raise
@@ -96,16 +94,13 @@ class Fleet:
         cores: CPUs of all hosts together.
 
     Raises:
-        UsageError: Ray is not installed, or ``options`` is something else.
+        UsageError: Ray is not installed.
         ClusterError: It cannot be reached, or has no CPU free.
     """
 
     def __init__(self, options: RayOptions, envs: int) -> None:
-        if not isinstance(options, RayOptions):
-            raise UsageError(f"ray is {options!r:.100}; give RayOptions: ray=RayOptions(address=...).")
         self.options = options
         self.cluster = Cluster(options)
-        self.hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
         self._users: set[int] = set()  # launchers that are not closed
         self._names = itertools.count()
         self._lost = ""

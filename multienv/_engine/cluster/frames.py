@@ -1,6 +1,7 @@
 """What travels between a courier and its relay: lists of frames.
 
-A frame is a tuple whose first item says what it is and whose second one names a channel.
+A frame is a tuple whose first item says what it is and whose second one names a channel. For each kind that the trainer
+sends, the relay has a method with that name after ``_do_``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 # From the trainer.
 LAUNCH = "launch"  # channel, method, native threads, title
 WAKE = "wake"  # channel, the channel of the lost worker
-WAKE_KEPT = "wake kept"  # channel, token
+WAKE_KEPT = "wake_kept"  # channel, token
 FREE = "free"  # token
 # Channel, number, layout of the banks or None if it is known, mean time between two losses, request part of the bank,
 # payload or None.

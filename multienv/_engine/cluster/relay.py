@@ -80,12 +80,10 @@ class Relayed:
         return self.channel, self.asked
 
     def look(self) -> None:
-        """Note whether the worker is gone."""
-        assert self.channel is not None
-        try:
-            self.channel.wait(self.asked, time.monotonic())
-        except Gone as gone:
-            self.gone = gone.with_traceback(None)
+        """Note how the worker has ended, if it has not answered."""
+        channel, number = self.awaited
+        if not channel.answered(number):
+            self.gone = channel.lose()
 
     def words(self) -> bytes:
         """Return the control words that the trainer reads."""
@@ -132,20 +130,13 @@ class Relay:
                 self._take(*self._inbox.popleft())
             return self._collect(mine, is_poll=not sent)
 
-    def close(self) -> None:
-        """Release all workers: the monitor ends them."""
-        for worker in self._workers.values():
-            if worker.channel is not None:
-                worker.channel.release()
-        self._workers.clear()
-
     def _take(self, serial: int, sent: list[Frame]) -> None:
         """Carry out the frames of a call when it is its turn, and of those that came before their turn."""
         self._early[serial] = sent
         while self._serial in self._early:
             for frame in self._early.pop(self._serial):
                 try:
-                    self._HANDLERS[frame[0]](self, *frame[1:])
+                    getattr(self, f"_do_{frame[0]}")(*frame[1:])
                 except Exception as error:  # no memory, no thread: that of one worker, not of the host
                     if frame[0] != frames.FREE:
                         self._break(frame[1], error)
@@ -181,7 +172,7 @@ class Relay:
         for name, worker in self._workers.items():
             if worker.gone is not None and not worker.is_told:
                 worker.is_told, worker.asked = True, 0
-                told.append(_gone(name, worker.gone))
+                told.append((frames.GONE, name, vars(worker.gone)))
             elif worker.asked and worker.channel is not None and worker.gone is None and not worker.is_ending:
                 if worker.channel.answered(worker.asked):
                     told.append(self._answer(name, worker))
@@ -204,7 +195,7 @@ class Relay:
         if worker.gone is None:
             worker.gone = Gone("broken", detail=f"its relay failed: {type(error).__name__}: {error}")
 
-    # --- what the trainer asks ----------------------------------------------------------------------
+    # --- what the trainer asks: for each kind of its frames a method of that name -------------------
 
     def _start(self, name: int, make: Callable[[], Channel | None]) -> None:
         """Keep a worker under this name."""
@@ -246,30 +237,33 @@ class Relay:
             self._aside(lambda: (frames.STACKS, name, channel.stack()))
 
     def _do_kill(self, name: int, cause: Any, stack: bool, detail: str) -> None:
-        worker = self._workers.get(name)
-        if worker is not None and worker.channel is not None and worker.gone is None:
-            channel, worker.is_ending = worker.channel, True
-            self._aside(lambda: self._ended(name, worker, channel.kill(cause=cause, stack=stack, detail=detail)))
+        self._end(name, lambda channel: channel.kill(cause=cause, stack=stack, detail=detail))
 
     def _do_close(self, name: int, seconds: float) -> None:
-        worker = self._workers.get(name)
-        if worker is not None and worker.channel is not None and worker.gone is None:
-            channel, worker.is_ending = worker.channel, True
+        def close(channel: Channel) -> Gone:
+            channel.close(seconds + crowd_seconds())
+            return Gone("died")
 
-            def close() -> Frame:
-                channel.close(seconds + crowd_seconds())
-                return self._ended(name, worker, Gone("died"))
-
-            self._aside(close)
+        self._end(name, close)
 
     def _do_release(self, name: int) -> None:
         worker = self._workers.pop(name, None)
         if worker is not None and worker.channel is not None:
             worker.channel.release()
 
-    def _ended(self, name: int, worker: Relayed, gone: Gone) -> Frame:
-        worker.gone, worker.is_told, worker.asked = gone, True, 0
-        return _gone(name, gone)
+    def _end(self, name: int, end: Callable[[Channel], Gone]) -> None:
+        """End a worker in a thread, unless it has ended, and tell how it ended."""
+        worker = self._workers.get(name)
+        if worker is None or worker.channel is None or worker.gone is not None:
+            return
+        channel, worker.is_ending = worker.channel, True
+
+        def run() -> Frame:
+            gone = end(channel)
+            worker.gone, worker.is_told, worker.asked = gone, True, 0
+            return frames.GONE, name, vars(gone)
+
+        self._aside(run)
 
     def _aside(self, tell: Callable[[], Frame]) -> None:
         """Do in a thread what takes a while, and tell what came of it."""
@@ -284,21 +278,3 @@ class Relay:
                 self._bell.ring()
 
         threading.Thread(target=run, name="multienv-relay", daemon=True).start()
-
-    _HANDLERS: dict[str, Callable[..., None]] = {  # noqa: RUF012
-        frames.LAUNCH: _do_launch,
-        frames.WAKE: _do_wake,
-        frames.WAKE_KEPT: _do_wake_kept,
-        frames.FREE: _do_free,
-        frames.ASK: _do_ask,
-        frames.AWAIT: _do_await,
-        frames.STACK: _do_stack,
-        frames.KILL: _do_kill,
-        frames.CLOSE: _do_close,
-        frames.RELEASE: _do_release,
-    }
-
-
-def _gone(name: int, gone: Gone) -> Frame:
-    known = {"number": gone.number, "slot": gone.slot, "replaying": gone.replaying, "detail": gone.detail}
-    return (frames.GONE, name, (gone.cause, gone.fate, gone.pid), known)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from multienv._engine.interrupts import interruptible
 from multienv._engine.threads import Bell
-from multienv._engine.wire.segment import CORE, REPLY, RESIDENT, SPINNERS, TRAINER_SLEEPS, Segment
+from multienv._engine.wire.segment import CORE, PID, REPLY, RESIDENT, SPINNERS, TRAINER_SLEEPS, Segment
 from multienv.events import LossCause
 
 # Looks at the reply before the trainer goes to sleep, giving the core away at each: 30 to 50 µs.
@@ -70,6 +70,7 @@ class Fate:
 UNKNOWN_FATE = Fate(None)
 
 
+@dataclass(eq=False)
 class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncation or a WorkerLostError
     """Raised by a channel whose process has ended without the awaited reply.
 
@@ -83,25 +84,13 @@ class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncatio
         detail: What else is known, for the message.
     """
 
-    def __init__(
-        self,
-        cause: LossCause,
-        fate: Fate = UNKNOWN_FATE,
-        pid: int | None = None,
-        *,
-        number: int = 0,
-        slot: int = -1,
-        replaying: int = -1,
-        detail: str = "",
-    ) -> None:
-        super().__init__(f"process {pid} {cause}: {fate} {detail}")
-        self.cause = cause
-        self.fate = fate
-        self.pid = pid
-        self.number = number
-        self.slot = slot
-        self.replaying = replaying
-        self.detail = detail
+    cause: LossCause
+    fate: Fate = UNKNOWN_FATE
+    pid: int | None = None
+    number: int = 0
+    slot: int = -1
+    replaying: int = -1
+    detail: str = ""
 
     @property
     def is_from_outside(self) -> bool:
@@ -142,9 +131,9 @@ class Channel(ABC):
     code = b""
 
     @property
-    @abstractmethod
     def pid(self) -> int | None:
-        """Return the pid of the process; ``None`` until it is known."""
+        """Return the pid of the process, where it runs; ``None`` until the process has written it into the segment."""
+        return self.segment.words[PID] or None
 
     @abstractmethod
     def ring(self, number: int) -> None:
@@ -203,9 +192,9 @@ class Channel(ABC):
         words = self.segment.words
         words[CORE], words[SPINNERS] = 0 if core is None else core + 1, sharing
 
-    @abstractmethod
     def stack(self) -> str:
         """Return the Python stacks of the process as they are now; ``""`` if they do not come within a second."""
+        return ""
 
     @abstractmethod
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
@@ -217,12 +206,12 @@ class Channel(ABC):
             detail: For the message.
         """
 
-    @abstractmethod
     def wake(self) -> Channel | None:
         """Wake the snapshot of the ended process, as a new process with a new segment; ``None`` if there is none.
 
         The new process is up once ``wait(fate.snapshot, …)`` returns true.
         """
+        return None
 
     @abstractmethod
     def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
@@ -239,6 +228,16 @@ class Channel(ABC):
         Args:
             keep_memory: Leave the segment readable: what the caller saw last lies in it.
         """
+
+
+@interruptible
+def readable(descriptors: Sequence[int], seconds: float) -> bool:
+    """Wait up to ``seconds`` until one of these descriptors is readable or has ended; tell whether one is."""
+    poller = select.poll()  # a new one: two threads cannot share one, nor a thread and its signal handler
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(max(0.0, seconds) * 1000))
 
 
 @interruptible

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from multienv._engine.processes.channel import LONGEST_SLEEP, Channel
-from multienv._engine.processes.worker_process import KILL_PATIENCE, ProcessChannel, crowd_seconds, readable
+from multienv._engine.processes.channel import Channel, readable
+from multienv._engine.processes.worker_process import KILL_PATIENCE, ProcessChannel, crowd_seconds
 from multienv._engine.threads import beside, close_at_once, start_plain_thread
 
 logger = logging.getLogger("multienv")
@@ -21,55 +21,6 @@ BUSY_PATIENCE = 0.5
 SOON = 0.5
 # A warning names so many of the processes that were killed, by their envs.
 _NAMED = 3
-
-
-class Ending:
-    """Watches one process that closes its envs, and has it killed if that takes too long.
-
-    Args:
-        channel: To the process, which has been told that no more requests will come.
-
-    Attributes:
-        cut: What is to be logged; ``None``: the process was not killed, or another thread logs it.
-    """
-
-    def __init__(self, channel: ProcessChannel) -> None:
-        self.channel = channel
-        self.cut: Cut | None = None
-        self._began = time.monotonic()
-        self._killed = 0.0  # when; 0: it was not
-
-    @property
-    def _patience(self) -> float:
-        patience = self.channel.patience
-        return min(BUSY_PATIENCE, patience) if self.channel.is_busy() else patience
-
-    @property
-    def _due(self) -> float:
-        """Return when there is something to do, unless the process ends before."""
-        if self._killed:
-            return self._killed + KILL_PATIENCE
-        return self._began + self._patience + crowd_seconds()
-
-    @property
-    def left(self) -> float:
-        """Return the seconds until there is something to do; at most a second: an env may become busy or idle."""
-        return min(self._due - time.monotonic(), LONGEST_SLEEP, BUSY_PATIENCE)
-
-    def is_over(self) -> bool:
-        """Tell whether the process has ended; kill it if it is time to."""
-        channel, now = self.channel, time.monotonic()
-        if channel.has_ended():
-            return True
-        if now < self._due:
-            return False
-        if self._killed:
-            return True
-        cut = Cut(channel.envs, self._patience, busy="a call" if channel.is_busy() else "")
-        self._killed = now
-        if channel.give_up() and channel.patience:
-            self.cut = cut
-        return False
 
 
 class Cut(NamedTuple):
@@ -166,14 +117,28 @@ def end_all(channels: Sequence[ProcessChannel]) -> None:
     """
     for channel in channels:
         channel.end_requests()
-    endings = left = [Ending(channel) for channel in channels]
+    began, cuts = time.monotonic(), list[Cut]()
+    left = dict.fromkeys(channels, 0.0)  # when each was killed; 0: it was not
     try:
-        while left := [ending for ending in left if not ending.is_over()]:
-            fates = [descriptor for ending in left for descriptor in ending.channel.descriptors()[1:]]
-            if not readable(fates, min(ending.left for ending in left)):
-                left[0].channel.resume()
+        while left := {channel: killed for channel, killed in left.items() if not channel.has_ended()}:
+            soonest = BUSY_PATIENCE  # an env may become busy or idle
+            for channel, killed in list(left.items()):
+                is_busy, patience, now = channel.is_busy(), channel.patience, time.monotonic()
+                patience = min(BUSY_PATIENCE, patience) if is_busy else patience
+                due = killed + KILL_PATIENCE if killed else began + patience + crowd_seconds()
+                if now < due:
+                    soonest = min(soonest, due - now)
+                elif killed:
+                    del left[channel]
+                else:
+                    left[channel] = now
+                    if channel.give_up() and channel.patience:  # else another thread logs it
+                        cuts.append(Cut(channel.envs, patience, busy="a call" if is_busy else ""))
+            fates = [descriptor for channel in left for descriptor in channel.descriptors()[1:]]
+            if left and not readable(fates, soonest):
+                next(iter(left)).resume()
     finally:
-        log_cuts(ending.cut for ending in endings if ending.cut)
+        log_cuts(cuts)
 
 
 def let_go(channels: Sequence[Channel]) -> None:

@@ -53,20 +53,17 @@ def working_directory() -> str:
 
 def refuse_other_namespace() -> None:
     """Raise UsageError if children would be born into another PID namespace: their numbers mean nothing here."""
-    if _children_are_elsewhere():
+    namespaces = Path("/proc/thread-self/ns")
+    children = namespaces / "pid_for_children"
+    try:
+        are_here = children.readlink() == (namespaces / "pid").readlink()
+    except OSError:  # the link dangles until the first child is there; or this system has no namespaces
+        are_here = not children.is_symlink()
+    if not are_here:
         raise UsageError(
             "The trainer's children are in another PID namespace than itself, and their numbers there are those of "
             "other processes here. Fork after unshare(CLONE_NEWPID), or use `unshare --pid --fork`."
         )
-
-
-def _children_are_elsewhere() -> bool:
-    namespaces = Path("/proc/thread-self/ns")
-    children = namespaces / "pid_for_children"
-    try:
-        return children.readlink() != (namespaces / "pid").readlink()
-    except OSError:  # the link dangles until the first child is there; or this system has no namespaces
-        return children.is_symlink()
 
 
 def import_path() -> list[str]:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from multienv._engine.processes.leftovers import open_descriptors
@@ -58,7 +59,7 @@ def become_worker(
         descriptors: The worker's, in the order in which `WorkerDescriptors.of` takes them, then its stderr.
         order: What the trainer wants.
         monitor: The pid of the monitor.
-        folder: For temporary files; ``""``: the trainer's.
+        folder: Is made for temporary files; ``""``, or if that fails: the trainer's.
         spawn_command: Of a fresh interpreter; needed only if the order is for one.
         thread_variables: See `Monitor`; for a fresh interpreter.
     """
@@ -67,7 +68,9 @@ def become_worker(
         os.dup2(stderr, 2)
         part_from_monitor(monitor, ends)
         if folder:
-            os.environ["TMPDIR"] = folder
+            with contextlib.suppress(OSError):
+                Path(folder).mkdir(mode=0o700)
+                os.environ["TMPDIR"] = folder
         if not order.fresh:
             worker_main.main(WorkerDescriptors.of(*ends), order.title)
         for name in thread_variables:

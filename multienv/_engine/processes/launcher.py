@@ -69,7 +69,7 @@ LIGHT = (
 # (autogroups), and workers in a session of their own step half as fast.
 _APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 # Of all workers, or a set would be iterated in another order in a replacement; the trainer's own cannot be had.
-_hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
+hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
 # As LONGEST_SEND, where a finalizer gives the order: the monitor takes hundreds of them in a second.
 _LONGEST_FREE = 1.0
 # Monitors that may end, one after the other, before one of them has taken the order to launch a worker.
@@ -122,6 +122,7 @@ class Preload:
         self.token, self.names = next(_tokens), tuple(names)
         self._title, self._is_learned = ", ".join(names) or "what it needs", not names
         self._setting, self._seconds = setting, seconds
+        self._told: tuple[Any, ...] = ()  # the monitor, and the names that it knows
 
     def learn(self, imports: Imports) -> None:
         """Add what a worker has imported; the variables that were set for that are set before it is imported again."""
@@ -129,7 +130,9 @@ class Preload:
         self._setting = replace(self._setting, variables={**self._setting.variables, **imports.variables})
 
     def tell(self, client: MonitorClient) -> None:
-        """Tell the monitor what to import. Raises OSError."""
+        """Tell the monitor what to import, unless it knows. Raises OSError."""
+        if self._told == (client, self.names):
+            return
         descriptor = anonymous_file()
         try:
             imports = pickle.dumps((self.names, self._setting, self._seconds, self._is_learned))
@@ -137,6 +140,7 @@ class Preload:
             client.send(Order(PRELOAD, token=self.token, title=self._title), [descriptor, *_standard_streams()])
         finally:
             os.close(descriptor)
+        self._told = client, self.names
 
     @finalizer
     def __del__(self) -> None:
@@ -225,13 +229,12 @@ class MonitorClient:
                     _command(handed.fileno(), self._folder),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[handed.fileno()],
-                    env=worker_environment() | {"PYTHONHASHSEED": _hash_seed},
+                    env=worker_environment() | {"PYTHONHASHSEED": hash_seed},
                     **_APART,
                 )
         except BaseException:
             self._control.close()
             raise
-        self._preloads: dict[int, tuple[str, ...]] = {}  # names that the monitor knows, by token
         self._closing = Lock()  # held for moments: the socket is not closed while another thread sends
         self._waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread is to be had: is_alive() takes note of its end
@@ -258,12 +261,6 @@ class MonitorClient:
                 order.send(self._control, descriptors)
 
         send_patiently(send, self.resume, patience)
-
-    def know(self, preload: Preload) -> None:
-        """Tell the monitor of a preload, unless it knows it. Raises OSError."""
-        if self._preloads.get(preload.token) != preload.names:
-            preload.tell(self)
-            self._preloads[preload.token] = preload.names
 
     def resume(self) -> None:
         """Resume the monitor if it has been stopped; called before each wait for the monitor."""
@@ -297,8 +294,8 @@ _is_shutting_down = False
 
 def set_hash_seed(seed: str) -> None:
     """Set the seed of PYTHONHASHSEED for workers that are launched from now on: in its order they iterate over sets."""
-    global _hash_seed
-    _hash_seed = seed
+    global hash_seed
+    hash_seed = seed
 
 
 def _send_at_once(order: Order) -> None:
@@ -323,7 +320,7 @@ def _launched(order: Order, shared: int = -1, preload: Preload | None = None) ->
             try:
                 with _turn:
                     if preload is not None:
-                        client.know(preload)
+                        preload.tell(client)
                     return _ordered(client, order, shared)
             except OSError as error:
                 if error.errno not in _ENDED:
@@ -341,7 +338,7 @@ def _learned(client: MonitorClient, preload: Preload, imports: Imports) -> None:
     """Add imports to a preload, and tell the monitor of them."""
     with _turn, contextlib.suppress(OSError):  # the next launch tells it
         preload.learn(imports)
-        client.know(preload)
+        preload.tell(client)
 
 
 def _tell_no_launch(descriptors: Sequence[int]) -> None:
@@ -394,8 +391,7 @@ def _forget() -> None:
         channel.abandon()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)
 
 
 def _temporary_folder() -> str:

@@ -31,34 +31,26 @@ _SHARED = re.compile(r"^\S+ rw-s .* (/dev/shm/[^/\n]+)$", re.MULTILINE)  # shm_o
 def mark_in(pid: int) -> str:
     """Return the mark in the environment of this process; empty if there is none."""
     begin = f"{MARK_VARIABLE}=".encode()
-    with contextlib.suppress(OSError):
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(begin):
-                return variable.removeprefix(begin).decode(errors="replace")
+    for variable in _read(pid, "environ").split(b"\0"):
+        if variable.startswith(begin):
+            return variable.removeprefix(begin).decode(errors="replace")
     return ""
 
 
 def is_titled(pid: int) -> bool:
     """Tell whether this process carries a worker's title: a snapshot, or a process that an env forked."""
-    with contextlib.suppress(OSError):
-        title = Path(f"/proc/{pid}/comm").read_text()
-        return title.startswith("multienv") and not title.startswith("multienv mon")
-    return False
+    title = _read(pid, "comm")
+    return title.startswith(b"multienv") and not title.startswith(b"multienv mon")
 
 
 def is_tracker(pid: int) -> bool:
     """Tell whether this process is a resource tracker, of multiprocessing or of joblib's loky; false for a zombie."""
-    with contextlib.suppress(OSError):
-        return b"resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
+    return b"resource_tracker import main" in _read(pid, "cmdline")
 
 
 def is_starting(pid: int) -> bool:
     """Tell whether this process is in the middle of ``exec``: what it will be cannot be known yet."""
-    with contextlib.suppress(OSError):
-        if not Path(f"/proc/{pid}/cmdline").read_bytes():
-            return _stat(pid)[0] != "Z"
-    return False
+    return not _read(pid, "cmdline") and _stat(pid)[:1] not in ([], [b"Z"])
 
 
 def is_spared(pid: int) -> bool:
@@ -136,14 +128,19 @@ def _group_of(pid: int) -> int:
 
 def parent_of(pid: int) -> int:
     """Return the parent of this process; -1 if there is no such process."""
+    return int((_stat(pid) or [b"", b"-1"])[1])
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return what the kernel tells of this process from its state on, proc(5); nothing if there is no such process."""
+    return _read(pid, "stat").rpartition(b")")[2].split()
+
+
+def _read(pid: int, name: str) -> bytes:
+    """Return what the kernel tells of this process in a file; ``b""`` if it has ended, or is another user's."""
     with contextlib.suppress(OSError):
-        return int(_stat(pid)[1])
-    return -1
-
-
-def _stat(pid: int) -> list[str]:
-    """Return what the kernel tells of this process from its state on, proc(5). Raises OSError."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
 
 
 def children() -> set[int]:
@@ -167,8 +164,7 @@ def mapped_by(pids: set[int]) -> set[str]:
     """
     found: set[str] = set()
     for pid in set() if any(map(is_tracker, pids)) else pids:
-        with contextlib.suppress(OSError):
-            found.update(_SHARED.findall(Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")))
+        found.update(_SHARED.findall(os.fsdecode(_read(pid, "maps"))))
     return found
 
 

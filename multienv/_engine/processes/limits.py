@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
+import resource
 
 from multienv.errors import SystemLimitError
-
-if sys.platform != "win32":
-    import resource
 
 # The soft limit on descriptors is raised to this number at the most: programs that the trainer starts inherit it, and
 # some of them close all numbers below it one by one. In containers the hard limit can be 2**30.

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 from multienv._engine.processes.channel import Fate
 from multienv._engine.processes.forked import become_worker, prctl
@@ -60,6 +59,7 @@ from multienv._engine.processes.protocol import (
     close_all,
     receive_with_descriptors,
     send_with_descriptors,
+    takes_more,
     tell_fate,
     tell_stack,
 )
@@ -102,7 +102,6 @@ class FrozenCopy:
     pid: int
     number: int  # of the last request executed in it
     channel: socket.socket  # a message wakes the snapshot, closing ends it
-    folder: str  # the worker's
     launch: int  # the worker's
 
     def end(self) -> None:
@@ -117,8 +116,9 @@ class MonitoredWorker:
     """Holds a worker, and the monitor's ends of its sockets and pipes."""
 
     pid: int
-    folder: str  # for temporary files; a woken snapshot goes on with that of the worker it was taken from
-    launch: int  # number of the launch that it comes from
+    # Number of the launch that it comes from, and name of its folder for temporary files: a woken snapshot goes on with
+    # that of the worker it was taken from.
+    launch: int
     fate: socket.socket
     stderr: int
     stack: int
@@ -165,7 +165,10 @@ class Monitor:
         self, control: socket.socket, spawn_command: list[str], thread_variables: list[str], folder: str
     ) -> None:
         self._control = control
-        self._folder = made(folder)
+        self._folder = ""
+        with contextlib.suppress(OSError):
+            Path(folder).mkdir(mode=0o700)
+            self._folder = folder
         self._numbers = count()  # names of the workers' folders
         self._launches: dict[str, int] = {}  # by the mark of a worker: the number of the launch that it comes from
         # By name of shared memory: number of the first launch when it was there. Such as data that the trainer has
@@ -356,29 +359,28 @@ class Monitor:
             if template is not None and template.pid and not template.is_ready:
                 self._have_wait(template, order, descriptors)
                 return
-            lines = Lines.make(descriptors)
+            ends = make_lines(descriptors)
             number = next(self._numbers)
             self._older = {name: self._older.get(name, number) for name in shared_memory()}
-            folder = made(self._folder and f"{self._folder}/{number}")
-            order = replace(order, folder=number if folder else -1)
-            forked = template.fork(order, [*lines.ends, lines.stderr_write], self._spared()) if template else 0
+            folder = self._folder and f"{self._folder}/{number}"
+            order = replace(order, folder=number)
+            forked = template.fork(order, ends, self._spared()) if template else 0
             pid = forked or os.fork()
         except OSError as error:
             self._decline(descriptors, f"The monitor cannot launch the worker: {error}. {advice(error)}")
             return
         if pid == 0:
-            ends = [*lines.ends, lines.stderr_write]
             become_worker(ends, order, monitor, folder, self._spawn_command, self._thread_variables)
-        self._admit(lines, pid, folder, number)
+        self._admit(descriptors, ends, pid, number)
 
     def _remove_folders(self) -> None:
         """Remove the folders of workers that have ended and have left no snapshot."""
         known = {*self._workers.values(), *self._bereaved}
-        used = {one.folder for one in known} | {one.folder for one in self._kept.values()}
-        used |= {template.own_folder for template in self._templates.values()}
+        launches = {one.launch for one in known} | {one.launch for one in self._kept.values()}
+        used = {f"{self._folder}/{launch}" for launch in launches}
         with contextlib.suppress(OSError):  # not behind a link that an env has put in the place of the folder
             names = [] if Path(self._folder).is_symlink() else os.listdir(self._folder)
-            for folder in [f"{self._folder}/{name}" for name in names]:
+            for folder in [f"{self._folder}/{name}" for name in names if name.isdigit()]:  # the others are of imports
                 if folder not in used:
                     remove_folder(folder)
 
@@ -406,8 +408,7 @@ class Monitor:
         """Begin a template; one with this token begins anew, because there is more to import."""
         template = self._templates.get(order.token)
         if template is None:
-            own_folder = made(self._folder and f"{self._folder}/preload{order.token}")
-            template = self._templates[order.token] = Template(order.title, self._folder, own_folder)
+            template = self._templates[order.token] = Template(order.title, self._folder)
         take_streams(descriptors, own=1)
         template.take_imports(descriptors)
         if template.refusal:
@@ -484,18 +485,17 @@ class Monitor:
     def _wake(self, snapshot: FrozenCopy | None, descriptors: list[int]) -> None:
         """Wake a snapshot, which becomes a worker."""
         try:
-            lines = Lines.make(descriptors)
+            ends = make_lines(descriptors)
             if snapshot is None:
                 raise OSError("there is no such snapshot")
-            handed = (*lines.ends, lines.stderr_write)
-            send_with_descriptors(snapshot.channel, WAKING.pack(os.getpid()), handed)
+            send_with_descriptors(snapshot.channel, WAKING.pack(os.getpid()), ends)
         except OSError as error:
             if snapshot is not None:
                 snapshot.end()
             self._decline(descriptors, f"The monitor cannot wake the snapshot: {error}. {advice(error)}")
             return
         snapshot.channel.close()
-        self._admit(lines, snapshot.pid, snapshot.folder, snapshot.launch)
+        self._admit(descriptors, ends, snapshot.pid, snapshot.launch)
 
     @staticmethod
     def _decline(descriptors: list[int], why: str) -> None:
@@ -504,10 +504,16 @@ class Monitor:
             os.write(descriptors[0], tell_fate(Fate(None, stderr=why)))
         close_all(descriptors)
 
-    def _admit(self, lines: Lines, pid: int, folder: str, launch: int) -> None:
-        """Register the descriptors of a new worker."""
+    def _admit(self, descriptors: list[int], ends: list[int], pid: int, launch: int) -> None:
+        """Close the ends of a new worker, and register the monitor's."""
         self._launches[mark_of(os.getpid(), pid)] = launch
-        worker = self._workers[pid] = lines.keep(pid, folder, launch)
+        close_all(ends)
+        fate, stderr, stack, announcements = (one for one in descriptors if one not in ends)
+        worker = self._workers[pid] = MonitoredWorker(
+            pid, launch, socket.socket(fileno=fate), stderr, stack, socket.socket(fileno=announcements)
+        )
+        worker.fate.setblocking(False)
+        worker.announcements.setblocking(False)
         self._on_readable(worker.stderr, lambda: self._forward_stderr(worker))
         self._on_readable(worker.stack, lambda: self._collect_stack(worker))
         self._on_readable(worker.fate.fileno(), lambda: self._take_order_of(worker))
@@ -532,7 +538,7 @@ class Monitor:
                 worker.announcements.close()
                 return
             close_all(descriptors)
-            snapshot = FrozenCopy(pid, number, channel, worker.folder, worker.launch)
+            snapshot = FrozenCopy(pid, number, channel, worker.launch)
             if pid in self._spared() or parent_of(pid) not in (worker.pid, os.getpid()):  # it has ended, or never was
                 channel.close()
             elif token in self._freed:
@@ -695,59 +701,26 @@ class Monitor:
         return max(0.0, due - time.monotonic())
 
 
-class Lines(NamedTuple):
-    """Holds both ends of a worker's sockets and pipes: three came from the trainer, the monitor made the others."""
+def make_lines(descriptors: list[int]) -> list[int]:
+    """Make stderr, stack and announcements of a worker, of which the trainer has sent fate, wake socket and memory.
 
-    fate: int
-    wake_socket: int
-    memory: int
-    stderr_read: int
-    stderr_write: int
-    stack_read: int
-    stack_write: int
-    announcements: int
-    announcements_write: int
-
-    @classmethod
-    def make(cls, descriptors: list[int]) -> Lines:
-        """Make the monitor's own pairs; each end is added to ``descriptors`` at once, to be closed if something fails.
-
-        Raises OSError, also when not all that was sent could be received.
-        """
-        refuse_incomplete(descriptors)
-        fate, wake_socket, memory = descriptors
-        for _ in range(2):
-            descriptors += os.pipe()
-        one, other = socket.socketpair()
-        descriptors += one.detach(), other.detach()
-        return cls(fate, wake_socket, memory, *descriptors[3:])
-
-    @property
-    def ends(self) -> tuple[int, int, int, int]:
-        """Return the worker's descriptors, in the order in which `WorkerDescriptors.of` takes them."""
-        return self.wake_socket, self.memory, self.stack_write, self.announcements_write
-
-    def keep(self, pid: int, folder: str, launch: int) -> MonitoredWorker:
-        """Close the worker's ends; return a `MonitoredWorker` that holds the monitor's ends."""
-        close_all([*self.ends, self.stderr_write])
-        fate, announcements = socket.socket(fileno=self.fate), socket.socket(fileno=self.announcements)
-        fate.setblocking(False)
-        announcements.setblocking(False)
-        return MonitoredWorker(pid, folder, launch, fate, self.stderr_read, self.stack_read, announcements)
+    Both ends of each are added to ``descriptors`` at once, to be closed if something fails. Returns those that are the
+    worker's, in the order in which `become_worker` takes them. Raises OSError, also when not all that was sent could be
+    received.
+    """
+    refuse_incomplete(descriptors)
+    for _ in range(2):
+        descriptors += os.pipe()
+    one, other = socket.socketpair()
+    descriptors += one.detach(), other.detach()
+    _, wake_socket, memory, _, stderr, _, stack, _, announcements = descriptors
+    return [wake_socket, memory, stack, announcements, stderr]
 
 
 def refuse_incomplete(descriptors: list[int]) -> None:
     """Raise OSError if not all descriptors that were sent with an order could be received."""
     if len(descriptors) < OWN_DESCRIPTORS:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-
-def made(folder: str) -> str:
-    """Make a folder; return its path, or ``""`` if that fails."""
-    with contextlib.suppress(OSError):
-        Path(folder).mkdir(mode=0o700)
-        return folder
-    return ""
 
 
 def take_streams(descriptors: list[int], own: int = OWN_DESCRIPTORS) -> None:
@@ -761,13 +734,6 @@ def take_streams(descriptors: list[int], own: int = OWN_DESCRIPTORS) -> None:
     for number, stream in zip((1, 2), streams, strict=False):
         os.dup2(stream, number)
         os.close(stream)
-
-
-def takes_more(descriptor: int, patience: float) -> bool:
-    """Wait up to ``patience`` seconds; tell whether PIPE_BUF bytes can be written without blocking."""
-    poller = select.poll()  # select.select() knows descriptors below 1024 only
-    poller.register(descriptor, select.POLLOUT)
-    return bool(poller.poll(1000 * patience))
 
 
 def drain(descriptor: int) -> bytes:

@@ -55,7 +55,7 @@ class Order:
         native_threads: Threads of native libraries in a fresh interpreter; 0: as the user has set them.
         token: Of the snapshot, or of the template; 0: none.
         title: Name of the process; of a template, what it imports.
-        folder: Number of the worker's folder for temporary files, which the monitor makes; -1: there is none.
+        folder: Number of the worker's folder for temporary files, in that of the monitor.
     """
 
     operation: int
@@ -63,7 +63,7 @@ class Order:
     native_threads: int = 0
     token: int = 0
     title: str = ""
-    folder: int = -1
+    folder: int = 0
 
     def send(self, over: socket.socket, descriptors: Sequence[int] = ()) -> None:
         """Send the order with these descriptors, without blocking; raises OSError."""
@@ -99,14 +99,19 @@ def send_with_descriptors(over: socket.socket, data: bytes, descriptors: Sequenc
     sent = over.sendmsg([data], handed, AT_ONCE)
     if sent == len(data):  # from here on another thread may close the socket
         return
-    poller = select.poll()
-    poller.register(over, select.POLLOUT)
     while sent < len(data):
-        if not poller.poll(1000 * _REST_PATIENCE):
+        if not takes_more(over.fileno(), _REST_PATIENCE):
             over.shutdown(socket.SHUT_RDWR)
             raise BrokenPipeError(errno.EPIPE, f"The peer has read {sent} of {len(data)} bytes and then no more")
         with contextlib.suppress(BlockingIOError):
             sent += over.send(data[sent:], AT_ONCE)
+
+
+def takes_more(descriptor: int, patience: float) -> bool:
+    """Wait up to ``patience`` seconds; tell whether something (to a pipe PIPE_BUF bytes) can be written at once."""
+    poller = select.poll()  # select.select() knows descriptors below 1024 only
+    poller.register(descriptor, select.POLLOUT)
+    return bool(poller.poll(1000 * patience))
 
 
 def receive_with_descriptors(over: socket.socket, size: int) -> tuple[bytes, list[int]]:

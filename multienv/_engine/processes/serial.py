@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from multienv._engine.interrupts import runs_user_code
@@ -26,12 +27,7 @@ class SerialChannel(Channel):
         self.segment.words[PID] = os.getpid()
         self._host = make_host(self.segment)
         self._begun = 0
-        self._loss: tuple[LossCause, Fate, str] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Return the pid of this process."""
-        return os.getpid()
+        self._gone: Gone | None = None
 
     def ring(self, number: int) -> None:
         """Note the request."""
@@ -42,24 +38,19 @@ class SerialChannel(Channel):
         """Execute the request unless its reply is there; return true. Raises Gone if the host is lost."""
         if self.segment.words[REPLY] == number:
             return True
-        if self._loss is None and self._begun == number:
-            # An env that was interrupted in the middle cannot be asked twice.
-            self._loss = ("broken", Fate(None), "the answer to an interrupted call is lost")
-        if self._loss is not None:
-            raise self._gone()
+        if self._begun == number:  # an env that was interrupted in the middle cannot be asked twice
+            self.kill(cause="broken", detail="the answer to an interrupted call is lost")
+        if self._gone is not None:
+            raise replace(self._gone)
         self._begun = number
         try:
             self._host.handle(number)
         except SystemExit as error:  # in a worker this would end the process
-            self._loss = ("died", Fate(error.code if isinstance(error.code, int) else int(error.code is not None)), "")
-            raise self._gone() from error
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            self._gone = Gone("died", Fate(code), self.pid, number)
+            raise replace(self._gone) from error
         self.segment.words[REPLY] = number
         return True
-
-    def _gone(self) -> Gone:
-        assert self._loss is not None
-        cause, fate, detail = self._loss
-        return Gone(cause, fate, self.pid, number=self._begun, detail=detail)
 
     def descriptors(self) -> tuple[int, ...]:
         """Return no descriptors: :meth:`answered` is always true, so that there is nothing to poll."""
@@ -71,21 +62,12 @@ class SerialChannel(Channel):
 
     def attend(self) -> bool:
         """Tell whether the host has been lost."""
-        return self._loss is not None
-
-    def stack(self) -> str:
-        """Return ``""``: the stack is the caller's own."""
-        return ""
+        return self._gone is not None
 
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
         """Mark the host as lost; there is no process to kill."""
-        if self._loss is None:
-            self._loss = (cause, Fate(None), detail)
-        return self._gone()
-
-    def wake(self) -> Channel | None:
-        """Return ``None``: there are no snapshots."""
-        return None
+        self._gone = self._gone or Gone(cause, pid=self.pid, number=self._begun, detail=detail)
+        return replace(self._gone)
 
     def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
         """Close the envs, however long that takes."""

@@ -16,7 +16,6 @@ import gc
 import importlib
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NoReturn
 
+from multienv._engine.processes.channel import readable
 from multienv._engine.processes.forked import become_worker, part_from_monitor
 from multienv._engine.processes.leftovers import kill, open_descriptors, parent_of
 from multienv._engine.processes.protocol import Order, close_all
@@ -53,8 +53,7 @@ class Template:
 
     Args:
         title: The names.
-        folder: Holds the folders of workers for temporary files; ``""``: there is none.
-        own_folder: For the temporary files of the imports; ``""``: the trainer's.
+        folder: For the temporary files of the imports, and the folders of workers for theirs; ``""``: there is none.
 
     Attributes:
         pid: Of the process; 0: there is none.
@@ -64,9 +63,9 @@ class Template:
         left_out: Packages that a process for ``preload="auto"`` is not to import, because they cannot be forked.
     """
 
-    def __init__(self, title: str, folder: str, own_folder: str) -> None:
+    def __init__(self, title: str, folder: str) -> None:
         self._title, self._folder, self._told = title, folder, b""
-        self.pid, self.is_ready, self.refusal, self.own_folder = 0, False, "", own_folder
+        self.pid, self.is_ready, self.refusal = 0, False, ""
         self.waiting: list[tuple[Order, list[int]]] = []
         self.left_out: set[str] = set()
         self._channel: socket.socket | None = None
@@ -86,7 +85,7 @@ class Template:
         try:
             pid = os.fork()
             if pid == 0:
-                _serve(theirs, monitor, self._imports, self.left_out, self._folder, self.own_folder)
+                _serve(theirs, monitor, self._imports, self.left_out, self._folder)
         except OSError:
             ours.close()
             raise
@@ -142,9 +141,7 @@ class Template:
             order.send(self._channel, [*descriptors, 1])
         except OSError:
             return 0
-        poller = select.poll()
-        poller.register(self._channel, select.POLLIN)
-        answer = self._channel.recv(_ANSWER.size) if poller.poll(1000 * FORK_PATIENCE) else b""
+        answer = self._channel.recv(_ANSWER.size) if readable((self.fileno(),), FORK_PATIENCE) else b""
         pid = int(_ANSWER.unpack(answer)[0]) if len(answer) == _ANSWER.size else 0
         if -pid in errno.errorcode:
             raise OSError(-pid, os.strerror(-pid))
@@ -177,15 +174,13 @@ def _words(code: int) -> str:
 # --- in the process -------------------------------------------------------------------------------
 
 
-def _serve(
-    channel: socket.socket, monitor: int, imports: bytes, left_out: AbstractSet[str], folder: str, own_folder: str
-) -> NoReturn:
+def _serve(channel: socket.socket, monitor: int, imports: bytes, left_out: AbstractSet[str], folder: str) -> NoReturn:
     """Import, tell the monitor whether that was all right, then fork a worker for each order."""
     try:
         part_from_monitor(monitor, [channel.fileno()])
         worker_main.set_title("multienv preload")
-        if own_folder:
-            os.environ["TMPDIR"] = own_folder
+        if folder:
+            os.environ["TMPDIR"] = folder
         own = os.getpid()
         refusal = _import(left_out, *pickle.loads(imports))
         if os.getpid() != own:  # an import has forked, and goes on in the child
@@ -276,7 +271,7 @@ def _fork_worker(ours: socket.socket, order: Order, descriptors: list[int], moni
             while os.getppid() == own:
                 time.sleep(0.0005)  # not a poll: nothing tells a process that its parent has changed
             os.dup2(descriptors[-1], 1)
-            become_worker(descriptors[:_OWN], order, monitor, f"{folder}/{order.folder}" if order.folder >= 0 else "")
+            become_worker(descriptors[:_OWN], order, monitor, folder and f"{folder}/{order.folder}")
         ours.sendall(_ANSWER.pack(pid))
     except OSError as error:
         ours.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))

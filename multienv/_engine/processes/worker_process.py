@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import select
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from multienv._engine.interrupts import interruptible, shielded
+from multienv._engine.interrupts import shielded
 from multienv._engine.processes.channel import (
     LONGEST_SLEEP,
     UNKNOWN_FATE,
@@ -29,6 +28,7 @@ from multienv._engine.processes.channel import (
     Fate,
     Gone,
     SystemErrors,
+    readable,
 )
 from multienv._engine.processes.protocol import AT_ONCE, KILL, STACK, WAKE, MonitorNews, Order, send_with_descriptors
 from multienv._engine.threads import Lock, Task
@@ -112,7 +112,7 @@ class ProcessChannel(Channel):
 
     Args:
         give: Gives the monitor the order that leads to the process; called with the descriptors that go with it.
-        resume: Has the monitor go on if it has been stopped.
+        resume: Has the monitor go on if it has been stopped: before each wait for it.
         shared: Descriptor of the file that the workers share; -1: this one needs none.
 
     Raises:
@@ -120,14 +120,14 @@ class ProcessChannel(Channel):
     """
 
     def __init__(self, give: Callable[[Sequence[int]], None], resume: Callable[[], None], shared: int = -1) -> None:
-        self._resume = resume
+        self.resume = resume
         self._received: list[bytes] = []  # all that was received from the monitor; an empty last item: the end
         self._news = MonitorNews()
         self._rung = 0  # the newest request that the worker was woken for
         self._lock = Lock()  # held for moments; a signal handler may come in between
         self._is_released = self._is_given_up = False
         self._ended = False
-        self._gone: Callable[[], Gone] | None = None  # not the exception: its traceback would hold everything
+        self._gone: Gone | None = None  # a copy of it is raised: the traceback of this one would hold everything
         with contextlib.ExitStack() as ours:
             self.segment = Segment.create()
             ours.callback(self.segment.unmap)
@@ -142,11 +142,6 @@ class ProcessChannel(Channel):
                     give([fate.fileno(), wake_socket.fileno(), self.segment.descriptor])
             ours.pop_all()
         live.add(self)
-
-    @property
-    def pid(self) -> int | None:
-        """Return the pid of the process; ``None`` until the process has written it into the segment."""
-        return self.segment.words[PID] or None
 
     # --- requests and replies -------------------------------------------------------------------
 
@@ -175,7 +170,7 @@ class ProcessChannel(Channel):
             self._ended = True
         except BlockingIOError:
             if not self.segment.words[PID]:  # the monitor may have been stopped before it launched the process
-                self._resume()
+                self.resume()
             self._hear()
             self._ended = self._news.fate is not None
         except OSError as error:
@@ -209,7 +204,7 @@ class ProcessChannel(Channel):
         """
         until = time.monotonic() + seconds
         while True:
-            self._resume()
+            self.resume()
             self._hear()
             news, left = self._news, until - time.monotonic()
             if news.fate is not None or (stacks is not None and len(news.stacks) > stacks):
@@ -230,22 +225,13 @@ class ProcessChannel(Channel):
                 return self.kill(cause="broken", detail=detail or "it closed its connection to the trainer")
             self._note_end(cause, fate, detail)
         assert self._gone is not None
-        return self._gone()
+        return replace(self._gone)
 
     def _note_end(self, cause: LossCause, fate: Fate, detail: str) -> None:
         """Keep how the process ended, and the request it was executing, for all later calls."""
         words = self.segment.words
         self._ended = True
-        self._gone = partial(
-            Gone,
-            cause,
-            fate,
-            self.pid,
-            number=words[BUSY],
-            slot=words[SLOT] - 1,
-            replaying=words[REPLAYING] - 1,
-            detail=detail,
-        )
+        self._gone = Gone(cause, fate, self.pid, words[BUSY], words[SLOT] - 1, words[REPLAYING] - 1, detail)
 
     @shielded
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
@@ -274,7 +260,7 @@ class ProcessChannel(Channel):
         fate = self._news.fate
         if fate is not None and fate.snapshot is not None and not self._is_released:
             with SystemErrors():  # the monitor is gone, and the snapshot with it
-                return run_uninterrupted(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self._resume))
+                return run_uninterrupted(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self.resume))
         return None
 
     def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
@@ -308,10 +294,6 @@ class ProcessChannel(Channel):
             with SystemErrors():
                 Order(KILL).send(self._fate)
         return is_first
-
-    def resume(self) -> None:
-        """Send the monitor SIGCONT, in case it has been stopped."""
-        self._resume()
 
     def end_requests(self) -> None:
         """Shut down the wake socket for writing: the worker sees that no request will come, and ends."""
@@ -352,13 +334,3 @@ class ProcessChannel(Channel):
 def crowd_seconds() -> float:
     """Return how much longer a process may take to end because all others of this trainer may end at the same time."""
     return _END_SECONDS * len(live)
-
-
-@interruptible
-def readable(descriptors: Sequence[int], seconds: float) -> bool:
-    """Wait up to ``seconds`` until one of these descriptors is readable or has ended; tell whether one is."""
-    poller = select.poll()  # a new one: two threads cannot share one, nor a thread and its signal handler
-    for descriptor in descriptors:
-        if descriptor >= 0:
-            poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(max(0.0, seconds) * 1000))
