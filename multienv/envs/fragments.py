@@ -75,14 +75,14 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
         ) from error
 
 
-def fragment_of_one(reply: RolloutReply, resumed: bool) -> Fragment | Exception:
-    """Return the fragment of a single env, or the error to raise, which has it."""
+def fragment_of_one(reply: RolloutReply, resumed: bool) -> Fragment:
+    """Return the fragment of a single env, or raise the error that has it."""
     infos = {step: info for step, ((_, info),) in reply.infos.items()}
     fragment = None if reply.values is None else _fragment_of(reply.values, infos, resumed)
     for error in reply.errors.values():
         if isinstance(error, EnvError):
             error.fragment = fragment
-        return error
+        raise error
     assert fragment is not None
     return fragment
 

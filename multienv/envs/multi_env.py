@@ -11,7 +11,6 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv._engine import interrupts
-from multienv._engine.asking.calls import advice_after, checked_indices, checked_seeds, refuse_copy
 from multienv._engine.asking.fanout import FanOut, resumed
 from multienv._engine.asking.members import Blocking, Round
 from multienv._engine.asking.stream import OwnPace, Stream
@@ -21,6 +20,7 @@ from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.actions import own_copy
 from multienv._engine.wire.messages import Reset, reset_of_one
 from multienv.config import checked_options, integer
+from multienv.envs.arguments import advice_after, checked_indices, checked_seeds, refuse_copy
 from multienv.envs.autoreset import AutoresetOfOne, AutoResetWrapper, joined
 from multienv.envs.subprocess_env import (
     SupervisedEnv,

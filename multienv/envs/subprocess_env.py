@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import gymnasium
 
-from multienv._engine.asking.calls import Calls, call_message, refuse_copy
+from multienv._engine.asking.fanout import Calls
 from multienv._engine.building.building import (
     EnvFn,
     Processes,
@@ -24,12 +24,12 @@ from multienv._engine.building.building import (
 from multienv._engine.cores import spread
 from multienv._engine.interrupts import finalizer
 from multienv._engine.processes.endings import close_together
-from multienv._engine.recovery.rollouts import RolloutReply
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import Transition
 from multienv._engine.wire.messages import GetAttribute, Message, Method, Render, Reset, SetAttribute, reset_of_one
 from multienv.config import checked_seed, takes_options_of
+from multienv.envs.arguments import call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 from multienv.events import Hook, Statistics
@@ -56,6 +56,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._calls = Calls(supervisor)
+        self._calls.convert["rollout"] = fragment_of_one
         self._frame: Any = None  # what render() has returned last
         supervisor.on_spaces = weakref.WeakMethod(self._show_spaces)
 
@@ -166,7 +167,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        transition: Transition = self._calls.step(action)
+        transition: Transition = self._calls.ask("step", action)
         return transition
 
     def step_async(self, action: Any) -> None:
@@ -209,20 +210,13 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
                 the next episode follows it, if a reset succeeded.
             ResetNeededError: No episode is running.
         """
-        fragment: Fragment = self._calls.rollout(lambda: rollout_message(policy, steps), fragment_of_one)
+        message = None if self._calls.pending() == "rollout" else rollout_message(policy, steps)
+        fragment: Fragment = self._calls.ask("rollout", message)
         return fragment
 
     def resume(self) -> Any:
         """Return, after an interruption, the result of the last step, reset or rollout, collected before or not."""
-        if self._calls.pending() == "rollout":
-            return self._calls.rollout(None, fragment_of_one)
-        answer = self._calls.resume()
-        if not isinstance(answer, RolloutReply):
-            return answer
-        fragment = fragment_of_one(answer, False)
-        if isinstance(fragment, Exception):
-            raise fragment
-        return fragment
+        return self._calls.resume()
 
     def render(self) -> Any:
         """Render the env and return the result of its ``render``.

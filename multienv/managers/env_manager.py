@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import gymnasium
 import numpy as np
 
-from multienv._engine.asking.calls import call_message, refuse_copy
 from multienv._engine.building.building import EnvFn, WorkerEnv, WorkerOptions, listed_env_fns
 from multienv._engine.wire.messages import GetAttribute, Message, Method, Render, SetAttribute
 from multienv.config import RayOptions, RestartPolicy, checked_seed
+from multienv.envs.arguments import call_message, refuse_copy
 from multienv.envs.subprocess_env import SubprocessEnv, SupervisedEnv, close_all, initialize_all, supervisor_of
 from multienv.errors import (
     CallPendingError,

@@ -20,13 +20,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from multienv._engine import interrupts
-from multienv._engine.asking.calls import (
-    advice_after,
-    call_message,
-    checked_indices,
-    checked_seeds,
-    refuse_copy,
-)
 from multienv._engine.asking.fanout import FanOut
 from multienv._engine.asking.in_flight import ReadyBatch
 from multienv._engine.asking.members import Round
@@ -37,6 +30,13 @@ from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
+from multienv.envs.arguments import (
+    advice_after,
+    call_message,
+    checked_indices,
+    checked_seeds,
+    refuse_copy,
+)
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
 from multienv.errors import (
     ClosedError,

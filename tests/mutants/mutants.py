@@ -1544,8 +1544,8 @@ MUTANTS = [
     Mutant(
         "An interrupted step that is completed by the next call does not say so.",
         8,
-        "calls:Calls._outcome",
-        'current.resumed and current.name == "step"',
+        "fanout:Calls._outcome",
+        'current.resumed and name == "step"',
         "False",
     ),
     # --- 9: errors tell ---------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from multienv._engine.asking.members import AutoresetHook, Blocking, Members, Re
 from multienv._engine.processes.channel import wait_any
 from multienv._engine.recovery import hot_path
 from multienv._engine.recovery.hot_path import MISSING, STEPPING, STEPPING_ASYNC
+from multienv._engine.recovery.rollouts import RolloutReply
+from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Task, idents_of_threads
@@ -300,3 +302,88 @@ class FanOut:
             if not task.wait(None if until == inf else max(0.0, until - monotonic())):
                 break
         return []
+
+
+class Calls:
+    """Makes one call at a time to one env: rounds of one member.
+
+    A step or a rollout that was interrupted is completed by the next one, whose own request is not sent; a reset drops
+    it. Any other interrupted call is completed by the next call of any name, and its outcome is dropped.
+
+    Args:
+        supervisor: Of the env.
+        autoreset: Makes resets of steps and lets resets follow them.
+
+    Attributes:
+        convert: Name of a call → a function that turns its answer into what the caller gets; it is also given whether
+            the call was interrupted. It is called before the call counts as finished: Ctrl-C in there loses nothing,
+            and what it raises is told once. ``"reset"`` has the same as ``"step"``.
+    """
+
+    __slots__ = ("_fan", "_supervisor", "convert")
+
+    def __init__(self, supervisor: Supervisor, autoreset: AutoresetHook | None = None) -> None:
+        self.convert: dict[str, Callable[[Any, bool], Any]] = {}
+        self._supervisor = supervisor
+        self._fan = FanOut([supervisor], autoreset=autoreset, skips_none=False)
+
+    def ask(self, name: str, request: Any) -> Any:
+        """Send a message or the action of a step; return what comes of it, or raise the error that is the answer."""
+        unfinished = self._fan.unfinished
+        if unfinished is not None:
+            if name == unfinished.name and name in ("step", "rollout") and unfinished.is_interrupted:
+                return self._outcome(self._fan.resume())
+            self.finish_interrupted(name)
+        return self._outcome(self._fan.ask(name, (request,)))
+
+    def send(self, name: str, request: Any, *, waits: bool = False) -> None:
+        """Send a request whose answer :meth:`wait` collects; ``waits``: in the same call of the caller's."""
+        self.finish_interrupted(name)
+        current = self._fan.send(name, (request,), waits=waits)
+        if current.failures:
+            self._outcome(current)
+
+    def wait(self, name: str, timeout: float | None, *, waits: bool = False) -> Any:
+        """Collect the answer to the request that :meth:`send` sent under this name; wait ``timeout`` seconds for it."""
+        unfinished = self._fan.unfinished
+        if unfinished is None or unfinished.name != name or unfinished.waits is not waits:
+            self._supervisor.check(f"{name}_wait")
+        return self._outcome(self._fan.collect(timeout))
+
+    def resume(self) -> Any:
+        """Return what came of the last step, reset or rollout, even if it was collected before."""
+        if self._fan.unfinished is not None:
+            return self._outcome(self._fan.resume())
+        answer = self._supervisor.resume()
+        convert = self.convert.get("rollout" if isinstance(answer, RolloutReply) else "step")
+        return answer if convert is None else convert(answer, False)
+
+    def pending(self) -> str:
+        """Return the name of the call whose outcome has not been handed to the caller; ``""``: there is none."""
+        unfinished = self._fan.unfinished
+        return "" if unfinished is None else unfinished.name
+
+    def finish_interrupted(self, name: str) -> None:
+        """Do what :meth:`FanOut.finish_interrupted` does; refuse the call if the worker is closed."""
+        if self._supervisor.state.process is Process.CLOSED:
+            self._fan.finish()
+            self._supervisor.check(name)
+        self._fan.finish_interrupted(name)
+
+    def _outcome(self, current: Round) -> Any:
+        """Finish a call: return what comes of its answer, or raise its error."""
+        for error in current.failures.values():
+            self._fan.finish()
+            raise error
+        answer, name = current.answers[0], current.name
+        if current.resumed and name == "step":
+            answer = resumed(answer)
+        convert = self.convert.get(name)
+        if convert is not None:
+            try:
+                answer = convert(answer, current.resumed)
+            except Exception:
+                self._fan.finish()
+                raise
+        self._fan.finish()
+        return answer
