@@ -1,8 +1,8 @@
-"""Arguments that several env classes take, checked; and what they say of calls that fail."""
+"""Arguments that several env classes take, checked; and the error for a call in which envs have failed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode
 
 from multienv._engine.wire.messages import Call, Message, Render
 from multienv.config import checked_seed, integer
-from multienv.errors import ActionError, EnvError, UsageError
+from multienv.errors import ActionError, EnvError, EnvsFailedError, MultienvError, UsageError
 
 # Compared by identity, which is faster: numpy has one such object, unless the caller has made another.
 _INDEX = np.dtype(np.int64)
@@ -49,11 +49,18 @@ def call_message(
     return Call(name, args, kwargs, slots, recorded and name not in _READING)
 
 
-def advice_after(name: str, mode: AutoresetMode, failures: Mapping[int, BaseException]) -> tuple[str, str]:
+def envs_failed(
+    what: str, mode: AutoresetMode, failures: Mapping[int, BaseException], results: Sequence[Any]
+) -> MultienvError:
+    """Return the error for a call in which some envs have failed; arguments as for ``EnvsFailedError.collect``."""
+    return EnvsFailedError.collect(what, failures, results, *_advice_after(what, mode, failures))
+
+
+def _advice_after(name: str, mode: AutoresetMode, failures: Mapping[int, BaseException]) -> tuple[str, str]:
     """Return two sentences for an error: what to do after envs failed in a call, and what became of the others."""
     if name.startswith("reset"):
         return "Reset the failed envs again.", "The other envs are reset."
-    if name != "rollout" and not name.startswith(("step", "recv")):
+    if not name.startswith(("step", "recv", "rollout")):
         return "No episode has ended.", "The other envs have answered."
     step, reset = ("send", "reset_async") if name.startswith("recv") else ("step", "reset")
     reset += "(options={'reset_mask': mask})"

@@ -12,7 +12,7 @@ import numpy as np
 from multienv._engine.recovery.rollouts import RolloutReply
 from multienv._engine.wire.messages import Rollout
 from multienv._engine.wire.reducers import pickled
-from multienv.config import integer
+from multienv.config import check_count
 from multienv.errors import EnvError, UsageError
 
 Array = np.ndarray[Any, Any]
@@ -61,13 +61,11 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
     Raises:
         UsageError: ``policy`` cannot be called or pickled, or ``steps`` is no positive integer. Nothing was sent.
     """
-    count = integer(steps)
-    if count is None or count < 1:
-        raise UsageError(f"rollout(): steps is {steps!r:.100}; give an integer of at least 1.")
+    check_count("rollout(): steps", steps)
     if not callable(policy):
         raise UsageError(f"rollout(): the policy {policy!r:.100} cannot be called; give observations -> actions.")
     try:
-        return Rollout(pickled(policy), count)
+        return Rollout(pickled(policy), int(steps))
     except Exception as error:  # pickling runs code of the user
         raise UsageError(
             f"rollout(): the policy cannot be pickled: {type(error).__name__}: {error}. It is sent to the worker: keep "

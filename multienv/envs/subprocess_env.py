@@ -31,7 +31,7 @@ from multienv._engine.wire.messages import GetAttribute, Message, Method, Render
 from multienv.config import checked_seed, takes_options_of
 from multienv.envs.arguments import call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
-from multienv.errors import EnvsFailedError, ResultNotPicklableError
+from multienv.errors import EnvsFailedError, ResultNotPicklableError, UsageError
 from multienv.events import Hook, Statistics
 
 if TYPE_CHECKING:
@@ -504,6 +504,17 @@ def built_envs(what: str, envs: list[Face]) -> list[Face]:
             what, failures, results, "All envs have been closed; fix the env_fns named below."
         )
     return envs
+
+
+def check_same_spaces(owner: str, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
+    """Raise UsageError unless all envs have the same spaces."""
+    for index, env in enumerate(envs):
+        for name in ("observation_space", "action_space"):
+            if getattr(env, name) != getattr(envs[0], name):
+                raise UsageError(
+                    f"{owner}: env {index} has {name} {getattr(env, name)}, env 0 has {getattr(envs[0], name)}. "
+                    "Put envs of one kind together, or wrap them to the same spaces."
+                )
 
 
 def initialize_all(envs: Sequence[SupervisedEnv]) -> dict[int, BaseException]:

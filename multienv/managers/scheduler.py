@@ -20,9 +20,9 @@ import numpy as np
 
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut
-from multienv._engine.asking.in_flight import Result
+from multienv._engine.asking.in_flight import Result, Sharing
 from multienv._engine.asking.members import InThread, Requests, ask_patiently
-from multienv._engine.asking.stream import OneEach, Stream
+from multienv._engine.asking.stream import Stream
 from multienv._engine.cores import spread
 from multienv._engine.processes.endings import close_together
 from multienv._engine.recovery.state_machine import Episode
@@ -85,7 +85,7 @@ class Scheduler:
         self._closing = Task(bool)  # its end also ends the waiting between two tries of a reset
         spread(supervisors)
         self._fan = FanOut(supervisors, name="multienv-manager")
-        self._stream = Stream(self._fan, _Retries(supervisors, config, self._closing))
+        self._stream = Stream(self._fan, _Retries(supervisors, config, self._closing)).begin("launch")
 
     # --- the state of the envs --------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ class Scheduler:
         )
 
 
-class _Retries(OneEach):
+class _Retries(Sharing):
     """Lets a thread make resets, because a reset that fails is tried again."""
 
     def __init__(self, supervisors: Sequence[Supervisor], config: EnvManagerConfig, closing: Task) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy as copying
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from threading import get_ident
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 from gymnasium import logger
@@ -23,7 +22,7 @@ from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut
 from multienv._engine.asking.in_flight import ReadyBatch
 from multienv._engine.asking.members import Round
-from multienv._engine.asking.stream import OwnPace, Stream
+from multienv._engine.asking.stream import Stream
 from multienv._engine.building.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
 from multienv._engine.processes.endings import close_together
 from multienv._engine.recovery.state_machine import Process
@@ -31,10 +30,10 @@ from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
 from multienv.envs.arguments import (
-    advice_after,
     call_message,
     checked_indices,
     checked_seeds,
+    envs_failed,
     refuse_copy,
 )
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
@@ -44,8 +43,6 @@ from multienv.errors import (
     EnvsFailedError,
     MultienvError,
     PolicyError,
-    ResetNeededError,
-    ResultNotPicklableError,
     UsageError,
 )
 from multienv.events import Statistics
@@ -62,7 +59,7 @@ from multienv.vector.batching import (
 )
 from multienv.vector.infos import BatchInfos, Infos, infos_of_some, listed, parts_of
 from multienv.vector.same_step import ResetAtOnce
-from multienv.vector.some_envs import SharedWorkers, rows_of
+from multienv.vector.shared_workers import SharedWorkers, rows_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -153,9 +150,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._resets_at_once = hook is not None
         self._merges = merge_infos
         self._is_disabled = self.autoreset_mode is AutoresetMode.DISABLED
-        self._begun = np.zeros(self.num_envs, np.bool_)  # the env has an episode
-        self._all_begun = False
-        self._mask: Array | None = None  # that of the last reset
         self._asked: Sequence[int] = ()  # the envs of the last call
         self._frames: tuple[Any, ...] = ()  # what render() has returned last
         self._infos = BatchInfos(me, self.envs_per_worker, merges=merge_infos)
@@ -190,7 +184,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._rows = Rows(single, self.num_envs, copy=self.copy)
         self._split = action_splitter(action_space, self._slices)
         self._cut = action_cutter(action_space, self.num_envs, "send()")
-        self._pace = OwnPace(self._fanout, SharedWorkers(self._slices, action_space))
+        self._stream = Stream(self._fanout, SharedWorkers(self._slices, action_space))
         self._infos_of_some = infos_of_some((), merges=self._merges)
 
     def __enter__(self) -> Self:
@@ -254,17 +248,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _begin_reset(self, name: str, seed: Any, options: Any) -> None:
         seeds = checked_seeds(seed, self.num_envs)
         each, mask = reset_options(options, self.num_envs)
-        is_more = self._pace.is_busy() or (mask is not None and self._pace.is_beginning())
+        is_more = not self._stream.is_idle or (mask is not None and self._stream.is_beginning())
         if name == "reset_async" and is_more and not self.closed:
-            stream, envs = (
-                self._pace.begin(name),
-                range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist(),
-            )
+            envs = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
+            stream = self._stream.begin(name)
             stream.refuse_busy(name, envs)
             stream.give("reset", envs, [(seeds[env], each[env]) for env in envs])
             return
         self._finish_interrupted(name if mask is None else f"{name} with a mask")
-        self._mask = mask
         requests = []
         for rows in self._slices:
             part = None if mask is None else tuple(mask[rows].tolist())
@@ -275,7 +266,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         current = self._collected(timeout)
 
         def make(answers: list[Any]) -> Any:
-            self._note(current)
             return self._error_of(current, answers) or self._infos.returned(
                 "reset",
                 lambda infos: (self._rows.observations(answers, current), infos),
@@ -315,18 +305,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             if unfinished is not None and unfinished.name == "step" and unfinished.is_interrupted:
                 return self._outcome(self._fanout.resume())
             self._finish_interrupted("step")
-        parts = self._split(actions)
-        if not self._all_begun:
-            self._refuse_without_episodes()
-        return self._outcome(self._fanout.ask("step", parts))
+        return self._outcome(self._fanout.ask("step", self._split(actions)))
 
     def step_async(self, actions: Any) -> None:
         """Send the steps; collect the results with :meth:`step_wait`."""
         self._finish_interrupted("step_async")
-        parts = self._split(actions)
-        if not self._all_begun:
-            self._refuse_without_episodes()
-        self._fanout.send("step", parts, waits=False)
+        self._fanout.send("step", self._split(actions), waits=False)
 
     def step_wait(self, timeout: float | None = None) -> Batch:
         """Collect the results of the steps. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
@@ -336,7 +320,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _outcome(self, current: Round) -> Batch:
         """Return what a step comes to, or raise what has failed; either ends the round."""
         infos = None
-        if not current.failures and not current.resumed and not self._is_disabled:
+        if not current.failures and not current.resumed:
             answers = self._fanout.answers_of(current)
             infos = self._plain_infos(answers)
         if infos is None:
@@ -356,19 +340,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             parts.append(None if reply.extras is None else reply.extras.infos)
         return self._infos.quick(parts) if any(parts) or not self._merges else {}
 
-    def _special_outcome(self, current: Round, answers: list[Any]) -> Batch | EnvsFailedError:
-        self._note(current)
+    def _special_outcome(self, current: Round, answers: list[Any]) -> Batch | MultienvError:
         return self._error_of(current, answers) or self._infos.returned(
             "step",
             lambda infos: (*self._rows.batch(answers, current), infos),
             partial(self._infos.of, parts_of(answers), resumed=current.resumed),
-        )
-
-    def _refuse_without_episodes(self, name: str = "step") -> NoReturn:
-        missing = np.flatnonzero(~self._begun).tolist()
-        raise ResetNeededError(
-            f"{name}(): there is no episode in envs {missing}. Call reset() first; options={{'reset_mask': mask}} has "
-            "it leave out the others. Nothing was sent."
         )
 
     # --- each env at its own pace -----------------------------------------------------------------
@@ -376,9 +352,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     @property
     def idle_envs(self) -> Array:
         """Return the envs that wait for an action, an int64 array: all but those that :meth:`recv` has to return."""
-        if self.closed:
-            self._refuse_closed("idle_envs")
-        return np.array(self._pace.idle(self._note), np.int64)
+        self._refuse_if_closed("idle_envs")
+        return np.array(self._stream.idle(), np.int64)
 
     def send(self, actions: Any, indices: Sequence[int] | None = None) -> None:
         """Send actions to some envs without waiting; :meth:`recv` returns the results.
@@ -404,17 +379,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 nothing was sent.
             ResetNeededError: Some of the envs have no running episode; nothing was sent.
         """
-        if self.closed:
-            self._refuse_closed("send")
-        stream = self._pace.begin("send", self._note)
+        self._refuse_if_closed("send")
+        stream = self._stream.begin("send")
         envs = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
         stream.refuse_busy("send", envs)
-        if not self._all_begun and not self._begun[envs].all():
-            missing = [env for env in envs if not self._begun[env]]
-            raise ResetNeededError(
-                f"send(): there is no episode in envs {missing}. Call reset_async(options={{'reset_mask': mask}}) for "
-                "them first. Nothing was sent."
-            )
         if envs:
             stream.give("step", envs, self._cut(actions, envs))
 
@@ -441,31 +409,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             CallPendingError: A signal handler calls it inside of another ``recv()``.
             UsageError: ``k`` results cannot arrive: too few envs are under way.
         """
-        if self.closed:
-            self._refuse_closed("recv")
-        stream = self._pace.begin("recv", self._note)
-        stream.refuse_nested()
-        stream.reader = get_ident()
-        try:
-            return self._received(stream, k, at_most, timeout)
-        finally:
-            stream.reader = 0
+        self._refuse_if_closed("recv")
+        return self._stream.begin("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
 
-    def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> Some:
-        ready = stream.first(k, at_most, timeout)
-        outcome: Any = self._error_of_some(ready) if ready.errors else self._outcome_of_some(ready)
-        begun: list[bool] | None = None  # as it was
-        if ready.errors or self._is_disabled or not self._all_begun:
-            begun = self._begun_after(ready)
-        stream.call_hooks()
-        if begun is not None:
-            self._begun[ready.envs] = begun
-            self._all_begun = bool(self._begun.all())
-        failed = isinstance(outcome, MultienvError)
-        stream.hand_over(ready.envs, ready.members)
-        if failed:
-            raise outcome
-        return outcome  # type: ignore[no-any-return]
+    def _made(self, ready: ReadyBatch) -> Any:
+        """Return what recv() returns for these results, or the error to raise."""
+        return self._error_of_some(ready) if ready.errors else self._outcome_of_some(ready)
 
     def _outcome_of_some(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns, or the error that has it, if their infos cannot be merged."""
@@ -481,31 +430,16 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             partial(self._infos_of_some.of, parts_of(replies)),
         )
 
-    def _error_of_some(self, ready: ReadyBatch) -> EnvsFailedError:
+    def _error_of_some(self, ready: ReadyBatch) -> MultienvError:
         """Return the error for what has failed, with what the others of these envs returned."""
-        failures = dict(ready.errors)
-        if any(type(error) is ClosedError for error in failures.values()):
-            self._refuse_closed("recv")
-        returned: list[Any] = [None] * self.num_envs
+        failures = ready.errors
+        self._refuse_if_closed("recv", failures.values())
+        results: list[Any] = [None] * self.num_envs
         infos = listed(parts_of(ready.answers), [1] * len(ready.envs))
         for env, reply, info in zip(ready.envs, ready.answers, infos, strict=True):
             if env not in failures:
-                ended = bool(reply.terminated[0]), bool(reply.truncated[0])
-                returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended, info)
-        return _collect("recv", failures, returned, *advice_after("recv", self.autoreset_mode, failures))
-
-    def _begun_after(self, ready: ReadyBatch) -> list[bool]:
-        """Return for each env of a batch whether it has an episode after its answer."""
-        begun: list[bool] = []
-        for reply in ready.answers:
-            begun += [False] if reply is None else (~(reply.terminated | reply.truncated)).tolist()
-        for place, env in enumerate(ready.envs):
-            error = ready.errors.get(env)
-            if error is not None:
-                begun[place] = bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(error))
-            elif env in ready.resets or not self._is_disabled:
-                begun[place] = True
-        return begun
+                results[env] = self._result(reply, 0, info)
+        return envs_failed("recv()", self.autoreset_mode, failures, results)
 
     # --- many steps -------------------------------------------------------------------------------
 
@@ -549,8 +483,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 "rollout(): with 'SAME_STEP', one env in a process, and recycle_... or max_rss, the trainer takes part "
                 "at each end of an episode. Make the envs with 'NEXT_STEP' or envs_per_worker=2. Nothing was sent."
             )
-        if not self._all_begun:
-            self._refuse_without_episodes("rollout")
         message = rollout_message(policy, steps)
         return self._fragment(self._fanout.ask("rollout", [message] * len(self._workers)))
 
@@ -572,7 +504,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
 
-    def _fragment_error(self, answers: list[Any], failures: dict[int, BaseException]) -> EnvsFailedError:
+    def _fragment_error(self, answers: list[Any], failures: dict[int, BaseException]) -> MultienvError:
         results: list[Any] = [None] * self.num_envs
         for rows, reply in zip(self._slices, answers, strict=True):
             for slot, index in enumerate(range(rows.start, rows.stop) if reply is not None else ()):
@@ -581,7 +513,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     results[index] = fragment
                 elif isinstance(error, EnvError):
                     error.fragment = fragment
-        return _collect("rollout", failures, results, *advice_after("rollout", self.autoreset_mode, failures))
+        return envs_failed("rollout()", self.autoreset_mode, failures, results)
 
     # --- what came back ---------------------------------------------------------------------------
 
@@ -594,12 +526,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         answers = self._fanout.answers_of(current)
         try:
             outcome = make(answers)
-        except Exception:
-            self._fanout.finish()
-            current.answers = {}
-            del answers[:]
-            raise
-        failed = isinstance(outcome, MultienvError)
+        except Exception as error:
+            outcome = error
+        failed = isinstance(outcome, Exception)
         self._fanout.finish()
         # The answers, which are arrays over the banks, stay mapped while the traceback of an error, of a hook for
         # instance, holds this frame.
@@ -609,25 +538,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise outcome
         return outcome
 
-    def _note(self, current: Round) -> None:
-        """Note which envs have an episode after a reset or a step."""
-        if current.name not in ("reset", "step"):
-            return
-        if current.name == "reset":
-            self._begun |= True if self._mask is None else self._mask
-        elif self._is_disabled:
-            for worker, rows in enumerate(self._slices):
-                reply = current.answers[worker]
-                self._begun[rows] &= False if reply is None else ~(reply.terminated | reply.truncated)
-        if self._is_disabled:
-            failed = self._failures_of(current)
-            self._begun[[index for index in failed if not _is_unreadable(failed[index])]] = False
-        self._all_begun = bool(self._begun.all())
-
     def _failures_of(self, current: Round) -> dict[int, BaseException]:
         """Return what has failed, by env; a worker that is lost fails for all its envs."""
-        if any(type(error) is ClosedError for error in current.failures.values()):
-            self._refuse_closed(current.name)  # by a signal handler or another thread: that is no failure of the envs
+        self._refuse_if_closed(current.name, current.failures.values())
         failures: dict[int, BaseException] = {}
         for worker, rows in enumerate(self._slices):
             answer = current.answers.get(worker)
@@ -638,7 +551,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 failures |= {rows.start + slot: error for slot, error in errors.items()}
         return failures
 
-    def _error_of(self, current: Round, answers: list[Any]) -> EnvsFailedError | None:
+    def _error_of(self, current: Round, answers: list[Any]) -> MultienvError | None:
         """Return the error for what has failed, with what the others returned."""
         failures = self._failures_of(current)
         if not failures:
@@ -649,10 +562,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         for rows, reply in zip(self._slices, answers, strict=True):
             for slot, index in enumerate(range(rows.start, rows.stop)):
                 if index not in failures:
-                    seen, info = self._rows.row(reply, slot), infos[index]
-                    ended = bool(reply.terminated[slot]), bool(reply.truncated[slot])
-                    results[index] = (seen, reply.rewards[slot], *ended, info) if is_step else (seen, info)
-        return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode, failures))
+                    result = self._result(reply, slot, infos[index])
+                    results[index] = result if is_step else (result[0], result[4])
+        return envs_failed(f"{current.name}()", self.autoreset_mode, failures, results)
+
+    def _result(self, reply: RowsReply, slot: int, info: dict[str, Any]) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Return what a step of one env comes to."""
+        ended = bool(reply.terminated[slot]), bool(reply.truncated[slot])
+        return (self._rows.row(reply, slot), reply.rewards[slot], *ended, info)
 
     # --- calls and attributes ---------------------------------------------------------------------
 
@@ -781,9 +698,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     found |= zip([index for index in asked if rows.start <= index < rows.stop], answer[0], strict=True)
             results = tuple(found.get(index) for index in asked)
             if failures:
-                return _collect(
-                    current.name, failures, results, *advice_after(current.name, self.autoreset_mode, failures)
-                )
+                return envs_failed(f"{current.name}()", self.autoreset_mode, failures, results)
             return results
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
@@ -835,7 +750,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             EnvsFailedError: A process cannot be forked; ``failures`` says why.
         """
         found = self._each("snapshot", [worker.snapshot for worker in self._workers])
-        return VectorSnapshot(tuple(found), tuple(self._begun.tolist()))
+        return VectorSnapshot(tuple(found))
 
     def restore(self, snapshot: VectorSnapshot) -> None:
         """Bring all envs back to a snapshot. You can restore a snapshot any number of times.
@@ -851,12 +766,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of these envs; snapshot() returns one.")
         calls = [partial(worker.restore, one) for worker, one in zip(self._workers, snapshot.workers, strict=True)]
         self._each("restore", calls)
-        self._set_begun(snapshot.begun)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data that can be pickled, to continue bit for bit in another trainer."""
-        found = self._each("state_dict", [worker.state_dict for worker in self._workers])
-        return {"version": 1, "workers": found, "begun": self._begun.tolist()}
+        return {"version": 1, "workers": self._each("state_dict", [worker.state_dict for worker in self._workers])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring the envs to the state in which :meth:`state_dict` was called. Nothing else is needed.
@@ -870,27 +783,21 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             EnvsFailedError: Some workers could not reach the state: their envs are as they were before. The envs of the
                 other workers need a reset, for example with a ``reset_mask``; or load another state.
         """
-        sizes = len(self._workers), self.num_envs
-        found: list[Any] = [state.get(key) for key in ("workers", "begun")] if isinstance(state, Mapping) else []
-        if not all(isinstance(one, list) for one in found) or tuple(len(one) for one in found) != sizes:
+        found = state.get("workers") if isinstance(state, Mapping) else None
+        if not isinstance(found, list) or len(found) != len(self._workers):
             raise UsageError(
-                f"load_state_dict(): that is no state_dict() of {sizes[1]} envs in {sizes[0]} workers. Give "
-                "envs_per_worker the number that the first trainer had."
+                f"load_state_dict(): that is no state_dict() of {self.num_envs} envs in {len(self._workers)} workers. "
+                "Give envs_per_worker the number that the first trainer had."
             )
-        calls = [partial(worker.load_state_dict, one) for worker, one in zip(self._workers, found[0], strict=True)]
+        calls = [partial(worker.load_state_dict, one) for worker, one in zip(self._workers, found, strict=True)]
         advice = "The envs of the others want a reset; those of these are as they were before."
         try:
             self._each("load_state_dict", calls, advice)
         except EnvsFailedError as error:
-            for rows in self._slices:
-                self._begun[rows] &= rows.start in error.failures
-            self._set_begun(self._begun)
+            for worker, rows in zip(self._workers, self._slices, strict=True):
+                if rows.start not in error.failures:
+                    worker.discard()  # else its episodes would go on elsewhere, without a word
             raise
-        self._set_begun(found[1])
-
-    def _set_begun(self, begun: Sequence[bool] | Array) -> None:
-        self._begun[:] = begun
-        self._all_begun = bool(self._begun.all())
 
     def _each(self, name: str, calls: Sequence[Callable[[], Any]], *advice: str) -> list[Any]:
         """Make blocking calls of workers side by side; EnvsFailedError if some raise."""
@@ -900,20 +807,20 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._fanout.finish()
         if current.failures:
             failures = {self._slices[worker].start: error for worker, error in current.failures.items()}
-            raise _collect(name, failures, answers, "Of each worker the first env is named.", *advice)
+            raise EnvsFailedError.collect(
+                f"{name}()", failures, answers, "Of each worker the first env is named.", *advice
+            )
         return answers
 
     # --- which call may be made -------------------------------------------------------------------
 
     def _finish_interrupted(self, name: str) -> None:
         """Finish what an earlier call has left unfinished, before ``name`` is called."""
-        if self.closed:
-            self._refuse_closed(name)
-        self._pace.finish_interrupted(name, self._note)
+        self._refuse_if_closed(name)
+        self._stream.finish_interrupted(name)
 
     def _refuse_wait(self, command: str) -> None:
-        if self.closed:
-            self._refuse_closed(f"{command}_wait")
+        self._refuse_if_closed(f"{command}_wait")
         current = self._fanout.unfinished
         if current is None or current.name != command:
             pending = "" if current is None else f" What is pending is {current.name or 'for recv()'}."
@@ -921,9 +828,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 f"Calling `{command}_wait` without any prior call to `{command}_async`.{pending}", command
             )
 
-    def _refuse_closed(self, name: str) -> NoReturn:
-        kind = type(self).__name__
-        raise ClosedError(f"{name}(): Trying to operate on `{kind}`, after a call to `close()`. Make a new one.")
+    def _refuse_if_closed(self, name: str, failures: Iterable[BaseException] = ()) -> None:
+        """Raise ClosedError if the envs are closed: by a signal handler or a thread, that is no failure of theirs."""
+        if self.closed or any(type(error) is ClosedError for error in failures):
+            kind = type(self).__name__
+            raise ClosedError(f"{name}(): Trying to operate on `{kind}`, after a call to `close()`. Make a new one.")
 
     def _collected(self, timeout: float | None) -> Round:
         current = self._fanout.unfinished
@@ -940,7 +849,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def statistics(self) -> list[Statistics]:
         """Return counters and state of each worker. A step of the batch counts as one step of each worker."""
-        return [self._pace.add_seconds(worker.statistics()) for worker in self._workers]
+        return [self._stream.add_seconds(worker.statistics()) for worker in self._workers]
 
     @interrupts.finalizer
     def __del__(self) -> None:
@@ -964,8 +873,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             current = self._fanout.close()
             if hasattr(self, "_rows"):  # the envs have been built
                 self._rows.forget()
-            if hasattr(self, "_pace"):
-                self._pace.stream = None
+            if hasattr(self, "_stream"):
+                self._stream.forget()
         if current is not None and current.name and not current.is_interrupted:
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")
@@ -976,15 +885,3 @@ class VectorSnapshot:
     """Holds a snapshot of each worker, as :meth:`HostedVectorEnv.snapshot` returns it."""
 
     workers: tuple[Any, ...]
-    begun: tuple[bool, ...] = field(repr=False)
-
-
-def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], *advice: str) -> EnvsFailedError:
-    error = EnvsFailedError.collect(f"{name}()", failures, results, *advice)
-    assert isinstance(error, EnvsFailedError)
-    return error
-
-
-def _is_unreadable(error: BaseException) -> bool:
-    """Tell whether the env did its work, and only its result cannot be unpickled in this process."""
-    return isinstance(error, ResultNotPicklableError) and not error.command  # an error of the worker's has one

@@ -191,7 +191,7 @@ class FanOut:
             self.resume()
             self.finish()
 
-    def finish_interrupted(self, name: str, note: Callable[[Round], None] | None = None) -> None:
+    def finish_interrupted(self, name: str) -> None:
         """Finish what an earlier call has left unfinished, before ``name`` is called.
 
         A call that was interrupted is completed, and its outcome dropped; a step only before a reset: else the caller
@@ -199,7 +199,6 @@ class FanOut:
 
         Args:
             name: Of the call that is made now.
-            note: Called with the round that is dropped, while it is unfinished.
 
         Raises:
             CallPendingError: The answer to the earlier call must be taken first.
@@ -221,8 +220,6 @@ class FanOut:
                 asked,
             )
         self.resume()
-        if note is not None:
-            note(current)
         self.finish()
 
     def finish(self) -> None:

@@ -178,20 +178,11 @@ class Round:
         return f"{asked} is pending. Call {asked}_wait() first."
 
 
-class Owner(Protocol):
-    """Asks members: a :class:`~multienv._engine.asking.fanout.FanOut`."""
-
-    members: Members
-
-    def drop(self) -> None:
-        """Complete what was broken off, if there is something; nobody asks for its outcome."""
-
-
 class Members:
     """Asks members one by one, and takes what they answer.
 
     Args:
-        owner: Who asks them.
+        owner: The ``FanOut`` that asks them.
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
         autoreset: Makes resets of steps and lets resets follow them.
         threads: Of the executor; ``None``: one for each member.
@@ -210,7 +201,7 @@ class Members:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Any,
         members: Sequence[Any],
         *,
         autoreset: AutoresetHook | None,
@@ -338,7 +329,7 @@ class Members:
         A reset of an env alone drops what was broken off of it alone.
         """
         supervisor = self.supervisors[member]
-        other: Owner | None = None if supervisor.asked_by is None else supervisor.asked_by()
+        other = None if supervisor.asked_by is None else supervisor.asked_by()
         # As it is: another thread may just be sending it.
         unfinished = None if other is None else other.members.asked
         if other is not None and unfinished is not None:

@@ -22,7 +22,7 @@ from multienv._engine.wire.segment import SLOT, Segment
 from multienv._engine.worker import seeding
 from multienv._engine.worker.failures import failure_of, pickled, wrong_result
 from multienv._engine.worker.starts import Starts
-from multienv.errors import UsageError
+from multienv.errors import ResetNeededError, UsageError
 
 Step = Callable[[Any], Any]
 
@@ -216,7 +216,9 @@ class EnvGroup:
 
 
 def _refuse(action: Any) -> NoReturn:
-    raise gymnasium.error.ResetNeeded("The episode of this env has ended. Call reset() before the next step().")
+    raise ResetNeededError(
+        "There is no episode in this env. Call reset(options={'reset_mask': mask}) before the next step()."
+    )
 
 
 def _call_by_name(env: Any, message: Call) -> Any:
