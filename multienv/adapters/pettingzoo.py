@@ -192,11 +192,6 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         self.agents, self._last, self._spaces_of_others, outcome = self._env.step_wait(timeout)  # type: ignore[misc]
         return outcome  # type: ignore[no-any-return]
 
-    def resume(self) -> Any:
-        """Return, after an interruption, the result of the last step or reset, collected before or not."""
-        self.agents, self._last, self._spaces_of_others, outcome = self._env.resume()
-        return outcome
-
     def render(self) -> Any:
         """Render the env and return the result of its ``render``."""
         return self._built().render()

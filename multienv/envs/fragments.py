@@ -59,11 +59,9 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
     """Return the request for a rollout.
 
     Raises:
-        UsageError: ``policy`` cannot be called or pickled, or ``steps`` is no positive integer. Nothing was sent.
+        UsageError: ``policy`` cannot be pickled, or ``steps`` is no positive integer. Nothing was sent.
     """
     check_count("rollout(): steps", steps)
-    if not callable(policy):
-        raise UsageError(f"rollout(): the policy {policy!r:.100} cannot be called; give observations -> actions.")
     try:
         return Rollout(pickled(policy), int(steps))
     except Exception as error:  # pickling runs code of the user

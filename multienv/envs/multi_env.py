@@ -73,7 +73,7 @@ class MultiEnv:
         max_workers: int | None = None,
         bind_cores: bool = True,
     ) -> None:
-        self.envs = _listed(envs)
+        self.envs: list[Any] = _listed(envs)
         if max_workers is not None:
             check_count("MultiEnv: max_workers", max_workers, words=", or None")
         self.autoreset_mode = mode_of(autoreset_mode)
@@ -351,7 +351,7 @@ class MultiEnv:
             UsageError: A step was interrupted, or an env keeps no journal.
         """
         self._finish_interrupted("state_dict()")
-        return {"envs": [self._supervised(env).state_dict() for env in self.envs]}
+        return {"envs": [env.state_dict() for env in self.envs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was called, with all envs in parallel.
@@ -367,13 +367,8 @@ class MultiEnv:
         each = state.get("envs") if isinstance(state, dict) else None
         if not isinstance(each, list | tuple) or len(each) != self.num_envs:
             raise UsageError(f"load_state_dict(): give what the state_dict() of {self.num_envs} such envs returned.")
-        calls = [partial(self._supervised(env).load_state_dict, one) for env, one in zip(self.envs, each, strict=True)]
+        calls = [partial(env.load_state_dict, one) for env, one in zip(self.envs, each, strict=True)]
         self._each("load_state_dict()", calls)
-
-    def _supervised(self, env: gymnasium.Env[Any, Any]) -> SupervisedEnv:
-        if not isinstance(env, SupervisedEnv):
-            raise UsageError(f"{env} has no state_dict(): it is not a SubprocessEnv.")
-        return env
 
     def statistics(self) -> list[Statistics | None]:
         """Return the statistics of every env; ``None`` for an env that has none."""

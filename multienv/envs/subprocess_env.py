@@ -214,10 +214,6 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         fragment: Fragment = self._calls.ask("rollout", message)
         return fragment
 
-    def resume(self) -> Any:
-        """Return, after an interruption, the result of the last step, reset or rollout, collected before or not."""
-        return self._calls.resume()
-
     def render(self) -> Any:
         """Render the env and return the result of its ``render``.
 

@@ -348,10 +348,6 @@ class Rows:
         """Keep no views of banks any more."""
         self._known = [(None,) * 4, (None,) * 4]
 
-    def observations(self, replies: Sequence[RowsReply], key: Any) -> Any:
-        """Return the batch of observations; arguments as for :meth:`batch`."""
-        return self._gather(replies, self._views(replies)[1], self._turn_of(key))
-
     def batch(self, replies: Sequence[RowsReply], key: Any) -> tuple[Any, Array, Array, Array]:
         """Return observations, rewards, terminations and truncations of all envs.
 

@@ -150,7 +150,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._resets_at_once = hook is not None
         self._merges = merge_infos
         self._is_disabled = self.autoreset_mode is AutoresetMode.DISABLED
-        self._asked: Sequence[int] = ()  # the envs of the last call
         self._frames: tuple[Any, ...] = ()  # what render() has returned last
         self._infos = BatchInfos(me, self.envs_per_worker, merges=merge_infos)
         try:
@@ -263,16 +262,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._fanout.send("reset", requests, waits=name == "reset")
 
     def _collect_reset(self, timeout: float | None) -> tuple[Any, Any]:
-        current = self._collected(timeout)
-
-        def make(answers: list[Any]) -> Any:
-            return self._error_of(current, answers) or self._infos.returned(
-                "reset",
-                lambda infos: (self._rows.observations(answers, current), infos),
-                partial(self._infos.of, parts_of(answers)),
-            )
-
-        return self._handed_over(current, make)  # type: ignore[no-any-return]
+        current = self._fanout.collect(timeout)
+        return self._handed_over(current, partial(self._special_outcome, current))  # type: ignore[no-any-return]
 
     # --- step -------------------------------------------------------------------------------------
 
@@ -315,7 +306,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def step_wait(self, timeout: float | None = None) -> Batch:
         """Collect the results of the steps. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         self._refuse_wait("step")
-        return self._outcome(self._collected(timeout))
+        return self._outcome(self._fanout.collect(timeout))
 
     def _outcome(self, current: Round) -> Batch:
         """Return what a step comes to, or raise what has failed; either ends the round."""
@@ -340,11 +331,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             parts.append(None if reply.extras is None else reply.extras.infos)
         return self._infos.quick(parts) if any(parts) or not self._merges else {}
 
-    def _special_outcome(self, current: Round, answers: list[Any]) -> Batch | MultienvError:
+    def _special_outcome(self, current: Round, answers: list[Any]) -> Any:
+        """Return what a reset returns, or a step of which not all is plain; or the error that it comes to."""
+        is_step = current.name == "step"
         return self._error_of(current, answers) or self._infos.returned(
-            "step",
-            lambda infos: (*self._rows.batch(answers, current), infos),
-            partial(self._infos.of, parts_of(answers), resumed=current.resumed),
+            current.name,
+            lambda infos: (*self._rows.batch(answers, current)[: 4 if is_step else 1], infos),
+            partial(self._infos.of, parts_of(answers), resumed=is_step and current.resumed),
         )
 
     # --- each env at its own pace -----------------------------------------------------------------
@@ -593,18 +586,19 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         Raises:
             EnvsFailedError: Some envs raised. ``results`` has the results of the others, and all episodes go on.
         """
-        return self._ask("call", lambda slots: call_message(name, args, kwargs, slots, recorded=recorded), indices)
+        return self._ask(
+            "call", lambda slots, envs: call_message(name, args, kwargs, slots, recorded=recorded), indices
+        )
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Send the calls; collect the results with :meth:`call_wait`."""
         self._finish_interrupted("call_async")
-        self._asked = range(self.num_envs)
         self._fanout.send("call", [call_message(name, args, kwargs)] * len(self._workers), waits=False)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Collect the results of the calls. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         self._refuse_wait("call")
-        return self._values(timeout)
+        return self._values(range(self.num_envs), timeout)
 
     def get_attr(
         self, name: str, indices: Sequence[int] | None = None, *, calls_methods: bool = True
@@ -618,17 +612,17 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 recorded. If False, return a function that calls the method in its env. Reading an attribute is not
                 recorded.
         """
-        values = self._ask("get_attr", lambda slots: GetAttribute(name, slots, calls_methods), indices)
+        values = self._ask("get_attr", lambda slots, envs: GetAttribute(name, slots, calls_methods), indices)
         pairs = list(zip(range(self.num_envs) if indices is None else indices, values, strict=True))
         found = [index for index, one in pairs if isinstance(one, Method)]
         of_env: dict[int, Any] = {index: partial(self._call_one, index, name) for index in found}
         if found and calls_methods:
-            called = self._ask("get_attr", lambda slots: call_message(name, (), {}, slots), found)
+            called = self._ask("get_attr", lambda slots, envs: call_message(name, (), {}, slots), found)
             of_env = dict(zip(found, called, strict=True))
         return tuple(of_env.get(index, one) for index, one in pairs)
 
     def _call_one(self, index: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self._ask("call", lambda slots: call_message(name, args, kwargs, slots), [index])[0]
+        return self._ask("call", lambda slots, envs: call_message(name, args, kwargs, slots), [index])[0]
 
     def set_attr(self, name: str, values: Any, indices: Sequence[int] | None = None) -> None:
         """Set an attribute on every env.
@@ -638,7 +632,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             values: A list or tuple has one value for each env of ``indices``; any other value is for all.
             indices: Which envs to change; ``None``: all.
         """
-        self._finish_interrupted("set_attr")
         asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
         if not isinstance(values, list | tuple):
             values = [values] * len(asked)
@@ -650,13 +643,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if len(self._workers) > 1:
             check_sendable(tuple(values), "set_attr(): the values")
         of_env = dict(zip(asked, values, strict=True))
-        requests: list[Message | None] = []
-        for rows, slots in zip(self._slices, self._slots_of(asked), strict=True):
-            of_worker = tuple(of_env[rows.start + slot] for slot in slots)
-            requests.append(SetAttribute(name, of_worker, None if indices is None else slots) if slots else None)
-        self._asked = asked
-        self._fanout.send("set_attr", requests)
-        self._values(None)
+        self._ask(
+            "set_attr", lambda slots, envs: SetAttribute(name, tuple(of_env[env] for env in envs), slots), indices
+        )
 
     def is_wrapped(self, wrapper_class: type[Any], indices: Sequence[int] | None = None) -> tuple[bool, ...]:
         """Return for every env whether it has a wrapper of this class. Classes are compared by name.
@@ -666,36 +655,42 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             indices: Which envs to ask, in this order; ``None``: all.
         """
         kind = (wrapper_class.__module__, wrapper_class.__name__)  # cloudpickle keeps no __qualname__
-        return self._ask("is_wrapped", lambda slots: IsWrapped(kind, slots), indices)
+        return self._ask("is_wrapped", lambda slots, envs: IsWrapped(kind, slots), indices)
 
     def _ask(
-        self, name: str, message: Callable[[tuple[int, ...] | None], Message], indices: Sequence[int] | None = None
+        self,
+        name: str,
+        message: Callable[[tuple[int, ...] | None, Sequence[int]], Message],
+        indices: Sequence[int] | None = None,
     ) -> tuple[Any, ...]:
-        """Ask the envs something; ``message`` is called with the slots of each worker, ``None``: all of them."""
+        """Ask the envs something.
+
+        Args:
+            name: Of the call.
+            message: Makes the request to a worker, given the slots that are asked, ``None``: all, and their envs.
+            indices: Which envs to ask, in this order; ``None``: all.
+        """
         self._finish_interrupted(name)
         asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
-        requests: list[Message | None] = [
-            message(None if indices is None else slots) if slots else None for slots in self._slots_of(asked)
-        ]
-        self._asked = asked
+        requests: list[Message | None] = []
+        for rows, envs in zip(self._slices, self._by_worker(asked), strict=True):
+            slots = None if indices is None else tuple(env - rows.start for env in envs)
+            requests.append(message(slots, envs) if envs else None)
         self._fanout.send(name, requests)
-        return self._values(None)
+        return self._values(asked, None)
 
-    def _slots_of(self, asked: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return for each worker the slots of those envs that it has."""
-        return [
-            tuple(index - rows.start for index in asked if rows.start <= index < rows.stop) for rows in self._slices
-        ]
+    def _by_worker(self, asked: Sequence[int]) -> list[list[int]]:
+        """Return for each worker those of these envs that it has."""
+        return [[env for env in asked if rows.start <= env < rows.stop] for rows in self._slices]
 
-    def _values(self, timeout: float | None) -> tuple[Any, ...]:
-        current, asked = self._collected(timeout), self._asked
+    def _values(self, asked: Sequence[int], timeout: float | None) -> tuple[Any, ...]:
+        current = self._fanout.collect(timeout)
 
         def make(answers: list[Any]) -> Any:
             failures = {index: error for index, error in self._failures_of(current).items() if index in asked}
             found: dict[int, Any] = {}
-            for rows, answer in zip(self._slices, answers, strict=True):
-                if answer is not None:
-                    found |= zip([index for index in asked if rows.start <= index < rows.stop], answer[0], strict=True)
+            for envs, answer in zip(self._by_worker(asked), answers, strict=True):
+                found |= () if answer is None else zip(envs, answer[0], strict=True)
             results = tuple(found.get(index) for index in asked)
             if failures:
                 return envs_failed(f"{current.name}()", self.autoreset_mode, failures, results)
@@ -725,10 +720,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         lost = [worker.state.process is Process.NONE for worker in self._workers]
         lacks = [env for rows, one in zip(self._slices, lost, strict=True) if one for env in range(self.num_envs)[rows]]
         if not lacks or not self._frames:
-            self._frames = self._ask("render", Render)
+            self._frames = self._ask("render", lambda slots, envs: Render(slots))
             return self._frames
         drawn = [env for env in range(self.num_envs) if env not in lacks]
-        found = dict(zip(drawn, self._ask("render", Render, drawn) if drawn else (), strict=True))
+        found = dict(
+            zip(drawn, self._ask("render", lambda slots, envs: Render(slots), drawn) if drawn else (), strict=True)
+        )
         self._frames = tuple(found.get(env, frame) for env, frame in enumerate(self._frames))
         return self._frames
 
@@ -833,17 +830,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if self.closed or any(type(error) is ClosedError for error in failures):
             kind = type(self).__name__
             raise ClosedError(f"{name}(): Trying to operate on `{kind}`, after a call to `close()`. Make a new one.")
-
-    def _collected(self, timeout: float | None) -> Round:
-        current = self._fanout.unfinished
-        assert current is not None
-        try:
-            return self._fanout.collect(timeout)
-        except MultienvError:  # it can be waited for again
-            raise
-        except BaseException:
-            current.resumed = True  # by a second wait, or as if step() or reset() had been called
-            raise
 
     # --- the end ----------------------------------------------------------------------------------
 

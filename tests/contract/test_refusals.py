@@ -40,6 +40,7 @@ from multienv.errors import (
     ClosedError,
     EnvError,
     EnvsFailedError,
+    PolicyError,
     ResetNeededError,
     UsageError,
 )
@@ -112,7 +113,7 @@ NO_SPACE = (UsageError, "^action_space: the env is not built yet", "action_space
 NO_EPISODE = (ResetNeededError, r"reset\(\)", *STEPS)
 ROLLOUTS = [
     (UsageError, "steps is", *(f"rollout(constant, {length})" for length in NO_LENGTHS)),
-    (UsageError, "cannot be called", "rollout(None, 3)"),
+    (PolicyError, "not callable", "rollout(None, 3)"),
 ]
 NOT_PICKLED = ["set_attr('x', generator())", "call('poke', generator())", "reset(options={'x': generator()})"]
 SITUATIONS = {

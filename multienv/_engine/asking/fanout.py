@@ -26,13 +26,12 @@ from multienv._engine.asking.members import AutoresetHook, Blocking, Members, Re
 from multienv._engine.processes.channel import wait_any
 from multienv._engine.recovery import hot_path
 from multienv._engine.recovery.hot_path import MISSING, STEPPING, STEPPING_ASYNC
-from multienv._engine.recovery.rollouts import RolloutReply
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Task, idents_of_threads
 from multienv.config import check_seconds
-from multienv.errors import CallPendingError, WaitTimeout
+from multienv.errors import CallPendingError, MultienvError, WaitTimeout
 
 
 def resumed(transition: Any) -> Any:
@@ -273,6 +272,8 @@ class FanOut:
         except BaseException as error:
             current.is_broken = True  # first: the next line may be broken off, too
             current.is_broken = breaks(error)
+            # By a second wait, or as if both halves were one call; else the wait has only taken too long.
+            current.resumed |= not isinstance(error, MultienvError)
             raise
         return current
 
@@ -314,7 +315,7 @@ class Calls:
     Attributes:
         convert: Name of a call → a function that turns its answer into what the caller gets; it is also given whether
             the call was interrupted. It is called before the call counts as finished: Ctrl-C in there loses nothing,
-            and what it raises is told once. ``"reset"`` has the same as ``"step"``.
+            and what it raises is told once.
     """
 
     __slots__ = ("_fan", "_supervisor", "convert")
@@ -346,14 +347,6 @@ class Calls:
         if unfinished is None or unfinished.name != name or unfinished.waits is not waits:
             self._supervisor.check(f"{name}_wait")
         return self._outcome(self._fan.collect(timeout))
-
-    def resume(self) -> Any:
-        """Return what came of the last step, reset or rollout, even if it was collected before."""
-        if self._fan.unfinished is not None:
-            return self._outcome(self._fan.resume())
-        answer = self._supervisor.resume()
-        convert = self.convert.get("rollout" if isinstance(answer, RolloutReply) else "step")
-        return answer if convert is None else convert(answer, False)
 
     def pending(self) -> str:
         """Return the name of the call whose outcome has not been handed to the caller; ``""``: there is none."""
