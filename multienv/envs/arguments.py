@@ -8,8 +8,9 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from multienv._engine.wire.actions import shown
 from multienv._engine.wire.messages import Call, Message, Render
-from multienv.config import checked_seed, integer
+from multienv.config import checked_options, checked_seed, integer
 from multienv.errors import ActionError, EnvError, EnvsFailedError, MultienvError, UsageError
 
 # Compared by identity, which is faster: numpy has one such object, unless the caller has made another.
@@ -97,3 +98,34 @@ def checked_indices(indices: Any, num_envs: int) -> list[int]:
     if len(set(found)) != len(found) or not all(index is not None and 0 <= index < num_envs for index in found):
         raise UsageError(f"indices is {indices!r:.100}; give different integers from 0 to {num_envs - 1}.")
     return [index for index in found if index is not None]
+
+
+def reset_options(options: Any, num_envs: int) -> tuple[list[Any], np.ndarray[Any, Any] | None]:
+    """Return the options of each env, and the ``reset_mask`` in them, if any.
+
+    Args:
+        options: As given to ``reset``: ``None``, a mapping for all, or a sequence of one or ``None`` for each env.
+        num_envs: How many envs there are.
+    """
+    mask = None
+    if isinstance(options, Mapping) and "reset_mask" in options:
+        options = dict(options)
+        mask = _checked_mask(options.pop("reset_mask"), num_envs)
+    return checked_options(options, num_envs), mask
+
+
+def _checked_mask(mask: Any, num_envs: int) -> np.ndarray[Any, Any]:
+    """Return a copy of a ``reset_mask``, or refuse it in gymnasium's words."""
+    name = "`options['reset_mask']` must"
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"{name} be a numpy array, got {type(mask)}: {shown(mask)}. It has a bool for each env.")
+    if mask.shape != (num_envs,):
+        raise UsageError(f"{name} have shape `({num_envs},)`, got {mask.shape}. It has a bool for each env.")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"{name} have `dtype=np.bool_`, got {mask.dtype}. True are the envs to be reset.")
+    if not mask.any():
+        raise UsageError(
+            f"{name} contain a boolean array with at least one True value, got reset_mask={mask!s:.100}. True are the "
+            "envs to be reset."
+        )
+    return np.array(mask)

@@ -19,8 +19,8 @@ from multienv._engine.cores import spread
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.actions import own_copy
 from multienv._engine.wire.messages import Reset, reset_of_one
-from multienv.config import check_count, checked_options
-from multienv.envs.arguments import checked_indices, checked_seeds, envs_failed, refuse_copy
+from multienv.config import check_count
+from multienv.envs.arguments import checked_indices, checked_seeds, envs_failed, refuse_copy, reset_options
 from multienv.envs.autoreset import AutoresetOfOne, AutoResetWrapper, joined
 from multienv.envs.subprocess_env import (
     SupervisedEnv,
@@ -214,19 +214,11 @@ class MultiEnv:
 
     def _resets(self, seed: Any, options: Any, mask: Any) -> list[Reset | None]:
         """Return the request for each env, ``None`` for those that are not reset."""
-        if isinstance(options, dict) and "reset_mask" in options:
-            options = dict(options)
-            mask = options.pop("reset_mask")
-            options = options or None
-        return [
-            reset_of_one(one_seed, one) if chosen else None
-            for one_seed, one, chosen in zip(
-                checked_seeds(seed, self.num_envs),
-                checked_options(options, self.num_envs),
-                [True] * self.num_envs if mask is None else self._one_each("mask", mask),
-                strict=True,
-            )
-        ]
+        each, found = reset_options(options, self.num_envs)
+        mask = found if mask is None else mask
+        chosen = [True] * self.num_envs if mask is None else self._one_each("mask", mask)
+        seeds = checked_seeds(seed, self.num_envs)
+        return [reset_of_one(*arguments) if one else None for one, *arguments in zip(chosen, seeds, each, strict=True)]
 
     def _seed_here(self, requests: Sequence[Reset | None]) -> None:
         """Seed ``np_random`` of the envs on this side, as gymnasium's own reset does."""

@@ -13,21 +13,19 @@ import copy
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut
-from multienv._engine.asking.in_flight import Result, Sharing
-from multienv._engine.asking.members import InThread, Requests, ask_patiently
+from multienv._engine.asking.in_flight import Result
+from multienv._engine.asking.members import Requests
 from multienv._engine.asking.stream import Stream
 from multienv._engine.cores import spread
 from multienv._engine.processes.endings import close_together
 from multienv._engine.recovery.state_machine import Episode
 from multienv._engine.recovery.supervisor import Supervisor
-from multienv._engine.threads import Task
 from multienv._engine.wire.actions import own_copy
 from multienv._engine.wire.codecs import Transition
 from multienv._engine.wire.messages import Message, reset_of_one
@@ -49,6 +47,8 @@ class Record(NamedTuple):
         failure: The error that is not raised yet.
         observation: The one to act on next.
         info: The info that came with that observation.
+        tries: How often the reset that is due has failed.
+        due: When to ask for it, by ``time.monotonic()``.
     """
 
     state: EnvState = EnvState.INIT
@@ -58,6 +58,8 @@ class Record(NamedTuple):
     failure: BaseException | None = None
     observation: Any = None
     info: Any = None
+    tries: int = 0
+    due: float = 0.0
 
 
 class Scheduler:
@@ -82,10 +84,9 @@ class Scheduler:
         self.closed = False
         self._config = config
         self._seed_of = seed_of
-        self._closing = Task(bool)  # its end also ends the waiting between two tries of a reset
         spread(supervisors)
-        self._fan = FanOut(supervisors, name="multienv-manager")
-        self._stream = Stream(self._fan, _Retries(supervisors, config, self._closing)).begin("launch")
+        self._fan = FanOut(supervisors)
+        self._stream = Stream(self._fan).begin("launch")
 
     # --- the state of the envs --------------------------------------------------------------------
 
@@ -204,33 +205,33 @@ class Scheduler:
     def close(self) -> None:
         """End all processes side by side; a call that waits raises ClosedError. A second call does nothing."""
         self.closed = True
-        self._closing.run()
         with interrupts.Held(self):
             close_together(self.supervisors, [one.close for one in self.supervisors])
             self._fan.close()
 
-    def _begin_episodes(self) -> None:
-        """Send the resets that are due."""
-        due = {
-            index: record
-            for index, record in enumerate(self.records)
-            if record.state is EnvState.RESET and index not in self._stream.given and index not in self._stream.ready
-        }
-        messages = {}
-        for index, record in due.items():
+    def _begin_episodes(self) -> float:
+        """Send the resets that are due; return when the next one is."""
+        given, ready, now, messages, later = self._stream.given, self._stream.ready, time.monotonic(), {}, math.inf
+        for index, record in enumerate(self.records):
+            if record.state is not EnvState.RESET or index in given or index in ready:
+                continue
+            if record.due > now:  # it has failed a moment ago
+                later = min(later, record.due)
+                continue
             param = self.params.get(index, {})
             seed = param.get("seed")
             seed = self._seed_of(index, record.resets - 1) if seed is None else seed
             messages[index] = reset_of_one(seed, param.get("options"))
         if messages:
             self._stream.give("reset", messages, list(messages.values()))
+        return later
 
     # --- waiting ----------------------------------------------------------------------------------
 
     def turn(self, until: float) -> None:
         """Take up the answers that are there; if there are none, wait for one, by ``time.monotonic()`` until then."""
         self._refuse_if_closed()
-        self._begin_episodes()
+        until = min(until, self._begin_episodes())
         self._stream.take(-math.inf if any(not _is_call(one) for one in self._stream.ready.values()) else until)
         self._refuse_if_closed()
         ready, records = self._stream.ready, list(self.records)
@@ -330,7 +331,7 @@ class Scheduler:
         if record.state is EnvState.NEED_RESET:  # that request was given up for a reset
             return record
         if result.error is not None:
-            return self._failed(index, record, result.error)
+            return self._again(index, record, result.error) or self._failed(index, record, result.error)
         if record.state is not EnvState.RESET:
             return self._stepped(index, record, result.answer)
         observation, info = result.answer
@@ -338,6 +339,17 @@ class Scheduler:
         if timestep is not None and self._config.reset_inplace:
             timestep = timestep._replace(observation=observation)
         return record._replace(state=EnvState.RUN, observation=self._kept(observation), info=info, timestep=timestep)
+
+    def _again(self, index: int, record: Record, error: BaseException) -> Record | None:
+        """Return the record with a reset that has failed and is tried again; ``None``: it is not."""
+        config, is_of_env = self._config, isinstance(error, EnvError | WorkerLostError)  # else it is the caller's
+        if record.state is not EnvState.RESET or not is_of_env or isinstance(error, RestartBudgetExceeded):
+            return None
+        if record.tries + 1 >= config.max_retry:
+            return None
+        if config.retry_type == "renew":
+            self.supervisors[index].discard()
+        return record._replace(tries=record.tries + 1, due=time.monotonic() + config.retry_waiting_time)
 
     def _stepped(self, index: int, record: Record, transition: Transition) -> Record:
         config = self._config
@@ -384,45 +396,14 @@ class Scheduler:
         )
 
 
-class _Retries(Sharing):
-    """Lets a thread make resets, because a reset that fails is tried again."""
-
-    def __init__(self, supervisors: Sequence[Supervisor], config: EnvManagerConfig, closing: Task) -> None:
-        super().__init__(len(supervisors))
-        self._supervisors, self._config, self._closing = supervisors, config, closing
-
-    def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
-        """Return what was given, or what a thread is to call."""
-        request, config = given.get(member), self._config
-        if request is None or request.name != "reset" or config.max_retry == 1:
-            return request
-        call = partial(_reset_patiently, self._supervisors[member], request.content(member), config, self._closing)
-        return Requests("reset", [member], [InThread(call)])
-
-
 def _resetting(record: Record) -> Record:
     """Return the record with a reset that is due."""
-    return record._replace(state=EnvState.RESET, resets=record.resets + 1)
+    return record._replace(state=EnvState.RESET, resets=record.resets + 1, tries=0, due=0.0)
 
 
 def _is_call(one: Requests | Result) -> bool:
     """Tell whether something is neither a step nor a reset."""
     return one.name not in ("step", "reset")
-
-
-def _reset_patiently(supervisor: Supervisor, message: Message, config: EnvManagerConfig, closing: Task) -> None:
-    """Reset an env, and again if that fails; the supervisor keeps the answer."""
-    tries_left = config.max_retry
-    while True:
-        try:
-            ask_patiently(supervisor, "reset", message)
-            return
-        except (EnvError, WorkerLostError) as error:  # not the caller's failure
-            tries_left -= 1
-            if not tries_left or isinstance(error, RestartBudgetExceeded) or closing.wait(config.retry_waiting_time):
-                raise
-        if config.retry_type == "renew":
-            supervisor.discard()
 
 
 def _is_abnormal(info: dict[str, Any]) -> bool:

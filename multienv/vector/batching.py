@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from itertools import chain
 from operator import attrgetter
@@ -24,7 +24,7 @@ from multienv._engine.wire.actions import misfit, own_copy, shown, step_head_of
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.messages import dumps
 from multienv._engine.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_bytes, row_of
-from multienv.config import check_count, checked_options, integer
+from multienv.config import check_count, integer
 from multienv.errors import ActionError, UsageError, catchable_as
 
 Array = np.ndarray[Any, Any]
@@ -284,40 +284,6 @@ def check_sendable(values: Any, what: str, refusal: type[UsageError] = UsageErro
         dumps(values)
     except Exception as error:
         raise refusal(f"{what} {shown(values)} cannot be pickled: {shown(error)}. Nothing was sent.") from error
-
-
-# --- arguments ----------------------------------------------------------------------------------
-
-
-def reset_options(options: Any, num_envs: int) -> tuple[list[Any], Array | None]:
-    """Return the options of each env, and the ``reset_mask`` in them, if any.
-
-    Args:
-        options: As given to ``reset``: ``None``, a mapping for all, or a sequence of one or ``None`` for each env.
-        num_envs: How many envs there are.
-    """
-    mask = None
-    if isinstance(options, Mapping) and "reset_mask" in options:
-        options = dict(options)
-        mask = check_mask(options.pop("reset_mask"), num_envs)
-    return checked_options(options, num_envs), mask
-
-
-def check_mask(mask: Any, num_envs: int) -> Array:
-    """Return a copy of a ``reset_mask``, or refuse it in gymnasium's words."""
-    name = "`options['reset_mask']` must"
-    if not isinstance(mask, np.ndarray):
-        raise TypeError(f"{name} be a numpy array, got {type(mask)}: {shown(mask)}. It has a bool for each env.")
-    if mask.shape != (num_envs,):
-        raise UsageError(f"{name} have shape `({num_envs},)`, got {mask.shape}. It has a bool for each env.")
-    if mask.dtype != np.bool_:
-        raise TypeError(f"{name} have `dtype=np.bool_`, got {mask.dtype}. True are the envs to be reset.")
-    if not mask.any():
-        raise UsageError(
-            f"{name} contain a boolean array with at least one True value, got reset_mask={mask!s:.100}. True are the "
-            "envs to be reset."
-        )
-    return np.array(mask)
 
 
 # --- rows ---------------------------------------------------------------------------------------

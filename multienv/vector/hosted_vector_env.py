@@ -35,6 +35,7 @@ from multienv.envs.arguments import (
     checked_seeds,
     envs_failed,
     refuse_copy,
+    reset_options,
 )
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
 from multienv.errors import (
@@ -55,7 +56,6 @@ from multienv.vector.batching import (
     check_shareable,
     check_spaces,
     observation_spaces,
-    reset_options,
 )
 from multienv.vector.infos import BatchInfos, Infos, infos_of_some, listed, parts_of
 from multienv.vector.same_step import ResetAtOnce
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Array, Array, Array, Any]
 Some = tuple[Any, Array, Array, Array, Any, Array]
-_EXTRAS = attrgetter("extras")
+_ERRORS, _EXTRAS = attrgetter("errors"), attrgetter("extras")
 
 
 class BatchOptions(TypedDict, total=False):
@@ -149,7 +149,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._fanout = FanOut(self._workers, autoreset=hook)
         self._resets_at_once = hook is not None
         self._merges = merge_infos
-        self._is_disabled = self.autoreset_mode is AutoresetMode.DISABLED
         self._frames: tuple[Any, ...] = ()  # what render() has returned last
         self._infos = BatchInfos(me, self.envs_per_worker, merges=merge_infos)
         try:
@@ -324,12 +323,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _plain_infos(self, replies: Sequence[RowsReply]) -> Infos | None:
         """Return the infos, if no env has raised and they are quickly had; else ``None``."""
-        parts: list[Any] = []
-        for reply in replies:
-            if reply.errors:
-                return None
-            parts.append(None if reply.extras is None else reply.extras.infos)
-        return self._infos.quick(parts) if any(parts) or not self._merges else {}
+        if any(map(_ERRORS, replies)):
+            return None
+        return {} if self._merges and not any(map(_EXTRAS, replies)) else self._infos.quick(parts_of(replies))
 
     def _special_outcome(self, current: Round, answers: list[Any]) -> Any:
         """Return what a reset returns, or a step of which not all is plain; or the error that it comes to."""
@@ -466,7 +462,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if unfinished is not None and unfinished.name == "rollout" and unfinished.is_interrupted and not self.closed:
             return self._fragment(self._fanout.resume())
         self._finish_interrupted("rollout")
-        if self._is_disabled:
+        if self.autoreset_mode is AutoresetMode.DISABLED:
             raise UsageError(
                 "rollout(): with autoreset_mode='DISABLED' nobody begins the next episode. Make the envs with "
                 "'NEXT_STEP' or 'SAME_STEP'. Nothing was sent."
@@ -857,9 +853,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         with interrupts.Held(self):
             close_together(self._workers, [partial(worker.close, patience) for worker in self._workers])
             current = self._fanout.close()
-            if hasattr(self, "_rows"):  # the envs have been built
+            if hasattr(self, "_stream"):  # the envs have been built
                 self._rows.forget()
-            if hasattr(self, "_stream"):
                 self._stream.forget()
         if current is not None and current.name and not current.is_interrupted:
             self.closed = True  # the warning may be made an error

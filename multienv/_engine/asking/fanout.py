@@ -55,7 +55,6 @@ class FanOut:
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
         autoreset: Makes resets of steps and lets resets follow them.
         threads: Of the executor; ``None``: one for each member.
-        name: Of the threads.
         skips_none: A request of ``None`` leaves its member alone.
 
     Attributes:
@@ -68,10 +67,9 @@ class FanOut:
         *,
         autoreset: AutoresetHook | None = None,
         threads: int | None = None,
-        name: str = "multienv",
         skips_none: bool = True,
     ) -> None:
-        self.members = Members(self, members, autoreset=autoreset, threads=threads, name=name)
+        self.members = Members(self, members, autoreset=autoreset, threads=threads)
         self._nothing, self._all = None if skips_none else MISSING, range(len(members))
         self._owner: dict[str, int] = {}  # "thread": the one that is in a call, or was interrupted in one
         # After multienv._engine.cores.spread(), which says on which core each worker runs.

@@ -70,12 +70,6 @@ class StepOfSome(NamedTuple):
         return self.touched[slot]
 
 
-class InThread(NamedTuple):
-    """A request that takes a while to send: a thread calls this, which leaves the answer with the supervisor."""
-
-    call: Callable[[], object]
-
-
 @dataclass(slots=True, eq=False)
 class Requests:
     """Holds the requests of one call to some envs, or to some members. Each env in flight may be in another.
@@ -83,8 +77,8 @@ class Requests:
     Attributes:
         name: What the caller called.
         envs: The envs, or members, that are asked.
-        contents: For each of them an action, a message, or, of a reset, :class:`InThread`. To take actions out one by
-            one takes as long as to send them, so it is done only if one of them is looked at.
+        contents: For each of them an action or a message. To take actions out one by one takes as long as to send them,
+            so it is done only if one of them is looked at.
     """
 
     name: str
@@ -186,7 +180,6 @@ class Members:
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
         autoreset: Makes resets of steps and lets resets follow them.
         threads: Of the executor; ``None``: one for each member.
-        name: Of the threads.
 
     Attributes:
         supervisors: Of the members that have one, ``None`` for the others.
@@ -206,7 +199,6 @@ class Members:
         *,
         autoreset: AutoresetHook | None,
         threads: int | None,
-        name: str,
     ) -> None:
         self.supervisors: list[Any] = [None if callable(one) else one for one in members]
         self.blocking = {member: one for member, one in enumerate(members) if callable(one)}
@@ -216,7 +208,6 @@ class Members:
         self.me = weakref.ref(owner)
         self._autoreset = autoreset
         self._threads = min(threads or len(members), len(members))
-        self._name = name
         self._executor: Pool | None = None
         self.bell: Bell | None = None
         self.reporters = [one.reporter for one in self.supervisors if one is not None]
@@ -226,7 +217,7 @@ class Members:
     def pool(self) -> Pool:
         """Return the executor, made when it is first needed."""
         if self._executor is None:
-            self._executor = Pool(self._threads, self._name)
+            self._executor = Pool(self._threads, "multienv")
         return self._executor
 
     def close(self) -> None:
@@ -294,7 +285,7 @@ class Members:
             return autoreset.joined(ended, answer)
         current.endings[member], name, request = following
         if supervisor.maintenance.is_due or supervisor.maintenance.recycling_due:  # building takes a while
-            self.start_in_thread(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
+            self.start_in_thread(current, member, partial(_ask_patiently, supervisor, name, request, current.waits))
         else:
             _send(supervisor, name, request, current.waits)
         return MISSING
@@ -303,9 +294,6 @@ class Members:
         """Send a supervisor's request, or the reset that takes its place."""
         supervisor, (name, request) = self.supervisors[member], current.request(member)
         if supervisor.asked_by is not self.me and not self._takes_over(current, member):
-            return
-        if isinstance(request, InThread):
-            self.plan_thread(current, member, request.call)
             return
         try:
             message = None
@@ -316,7 +304,7 @@ class Members:
             maintenance = supervisor.maintenance
             is_due = maintenance.is_due or (name == "reset" and maintenance.recycling_due)
             if is_due and not self.is_alone:  # building takes a while
-                self.plan_thread(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
+                self.plan_thread(current, member, partial(_ask_patiently, supervisor, name, request, current.waits))
             else:
                 _send(supervisor, name, request, current.waits)
         except MultienvError as error:
@@ -443,7 +431,7 @@ def _send(supervisor: Any, name: str, request: Any, waits: bool) -> None:
         supervisor.send(name, request, waits)
 
 
-def ask_patiently(supervisor: Any, name: str, request: Any, waits: bool = False) -> None:
+def _ask_patiently(supervisor: Any, name: str, request: Any, waits: bool) -> None:
     """Send a request and wait for its answer, which the supervisor keeps."""
     _send(supervisor, name, request, waits)
     supervisor.resume()
