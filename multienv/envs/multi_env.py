@@ -79,7 +79,9 @@ class MultiEnv:
         self.autoreset_mode = mode_of(autoreset_mode)
         self.num_envs = len(self.envs)
         self._closed = self._all_closed = False
-        hosted = self._hosted()
+        # The envs of our own, also those that are wrapped.
+        inner = {index: env.unwrapped for index, env in enumerate(self.envs)}
+        hosted = {index: env for index, env in inner.items() if isinstance(env, SupervisedEnv)}
         self._initialize(hosted)
         self._adopt_spaces()
         if bind_cores:
@@ -88,11 +90,6 @@ class MultiEnv:
         autoreset = None if disabled else AutoresetOfOne(self.autoreset_mode)
         self._fan = FanOut([self._member(env) for env in self.envs], autoreset=autoreset, threads=max_workers)
         self._stream = Stream(self._fan)
-
-    def _hosted(self) -> dict[int, SupervisedEnv]:
-        """Return the envs of our own, also those that are wrapped, by their indexes."""
-        inner = {index: env.unwrapped for index, env in enumerate(self.envs)}
-        return {index: env for index, env in inner.items() if isinstance(env, SupervisedEnv)}
 
     def _initialize(self, hosted: dict[int, SupervisedEnv]) -> None:
         indexes, envs = list(hosted), list(hosted.values())

@@ -353,10 +353,11 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         pending or its process is known to be lost, there is no such thing.
         """
         supervisor = self.__dict__.get("_supervisor")
+        state = None if supervisor is None else supervisor.state
         if name in _SPACES and supervisor is not None:
             supervisor.check(name)
         nowhere = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name.startswith("_") or supervisor is None or not _is_idle(supervisor):
+        if name.startswith("_") or state is None or state.process is not Process.READY or state.request is not None:
             raise AttributeError(f"{nowhere}; the remote env's: get_attr()")
         try:
             return self.get_attr(name)
@@ -540,8 +541,3 @@ def calls_of(env: SupervisedEnv) -> Calls:
 
 def _has_attribute(name: str) -> Message:
     return call_message("has_wrapper_attr", (name,), {})
-
-
-def _is_idle(supervisor: Supervisor) -> bool:
-    state = supervisor.state
-    return state.process is Process.READY and state.request is None

@@ -6,7 +6,6 @@ import copy
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
@@ -154,9 +153,7 @@ class EnvManager:
             self.launch()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- reset ------------------------------------------------------------------------------------

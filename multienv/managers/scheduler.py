@@ -149,10 +149,7 @@ class Scheduler:
             EnvsFailedError: Some could not be reset; its ``results`` has the observations of the others.
         """
         self.finish_calls()
-        self.records = [
-            record._replace(state=EnvState.NEED_RESET) if index in chosen and self.asked(index) else record
-            for index, record in enumerate(self.records)
-        ]
+        self._note([index for index in chosen if self.asked(index)], state=EnvState.NEED_RESET)
         self._until_idle(chosen)
         records = list(self.records)
         for index in chosen:
@@ -191,16 +188,12 @@ class Scheduler:
 
     def count_resets_anew(self, chosen: Iterable[int]) -> None:
         """Count resets of these envs from 0 again: the seed of an episode depends on that number."""
-        self.records = [
-            record._replace(resets=0) if index in chosen else record for index, record in enumerate(self.records)
-        ]
+        self._note(chosen, resets=0)
 
     def fail(self, failures: Mapping[int, BaseException]) -> None:
         """Note errors that the manager has found, by id: these envs have failed."""
-        self.records = [
-            record._replace(state=EnvState.ERROR, failure=failures[index]) if index in failures else record
-            for index, record in enumerate(self.records)
-        ]
+        for index, error in failures.items():
+            self._note([index], state=EnvState.ERROR, failure=error)
 
     def close(self) -> None:
         """End all processes side by side; a call that waits raises ClosedError. A second call does nothing."""
@@ -294,7 +287,7 @@ class Scheduler:
         if interrupts.noted is not None:
             interrupts.raise_noted()
         # The last line but the return: a signal handler finds the timesteps handed over, or not.
-        self._forget((), steps)
+        self._note(steps, timestep=None)
         return shaped
 
     def tell_failures(
@@ -312,16 +305,15 @@ class Scheduler:
         if failures:
             every = [results.get(index) for index in range(len(self.supervisors))]
             error = EnvsFailedError.collect(what, failures, every, _ADVICE, _OTHERS)
-            self._forget(failures, timesteps)
+            self._note(failures, failure=None)
+            self._note(timesteps, timestep=None)
             raise error
 
-    def _forget(self, failures: Iterable[int], timesteps: Iterable[int]) -> None:
-        """Remove the errors and timesteps of these ids from the records: the caller gets them."""
+    def _note(self, indices: Iterable[int], **changes: Any) -> None:
+        """Note these changes in the records of some envs, by one assignment."""
         records = list(self.records)
-        for index in failures:
-            records[index] = records[index]._replace(failure=None)
-        for index in timesteps:
-            records[index] = records[index]._replace(timestep=None)
+        for index in indices:
+            records[index] = records[index]._replace(**changes)
         self.records = records
 
     # --- effects of an answer ---------------------------------------------------------------------
@@ -389,11 +381,9 @@ class Scheduler:
     def _kept(self, observation: Any) -> Any:
         if not self._config.copy_on_get:
             return observation
-        return (
-            observation.copy()
-            if type(observation) is np.ndarray and not observation.dtype.hasobject
-            else copy.deepcopy(observation)
-        )
+        if type(observation) is np.ndarray and not observation.dtype.hasobject:
+            return observation.copy()
+        return copy.deepcopy(observation)
 
 
 def _resetting(record: Record) -> Record:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy as copying
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -403,10 +402,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _made(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns for these results, or the error to raise."""
-        return self._error_of_some(ready) if ready.errors else self._outcome_of_some(ready)
-
-    def _outcome_of_some(self, ready: ReadyBatch) -> Any:
-        """Return what recv() returns, or the error that has it, if their infos cannot be merged."""
+        if ready.errors:
+            return self._error_of_some(ready)
         replies = ready.answers
         if self._merges and not any(map(_EXTRAS, replies)):
             return (*rows_of(ready, self._rows), {}, np.array(ready.envs))
@@ -713,16 +710,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         After a lost episode an env may not be renderable until its next reset: its last frame is returned again.
         """
-        lost = [worker.state.process is Process.NONE for worker in self._workers]
-        lacks = [env for rows, one in zip(self._slices, lost, strict=True) if one for env in range(self.num_envs)[rows]]
-        if not lacks or not self._frames:
-            self._frames = self._ask("render", lambda slots, envs: Render(slots))
-            return self._frames
-        drawn = [env for env in range(self.num_envs) if env not in lacks]
-        found = dict(
-            zip(drawn, self._ask("render", lambda slots, envs: Render(slots), drawn) if drawn else (), strict=True)
-        )
-        self._frames = tuple(found.get(env, frame) for env, frame in enumerate(self._frames))
+        drawn: list[int] = []
+        for worker, rows in zip(self._workers, self._slices, strict=True):
+            if worker.state.process is not Process.NONE or not self._frames:
+                drawn += range(rows.start, rows.stop)
+        frames = dict(enumerate(self._frames))
+        if drawn:
+            frames |= zip(drawn, self._ask("render", lambda slots, envs: Render(slots), drawn), strict=True)
+        self._frames = tuple(frames.values())
         return self._frames
 
     def get_images(self) -> list[Any]:
@@ -736,16 +731,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def snapshot(self) -> VectorSnapshot:
+    def snapshot(self) -> tuple[Any, ...]:
         """Keep the present state of all envs, in frozen copies of their processes. :meth:`restore` returns to it.
 
         Raises:
             EnvsFailedError: A process cannot be forked; ``failures`` says why.
         """
-        found = self._each("snapshot", [worker.snapshot for worker in self._workers])
-        return VectorSnapshot(tuple(found))
+        return tuple(self._each("snapshot", [worker.snapshot for worker in self._workers]))
 
-    def restore(self, snapshot: VectorSnapshot) -> None:
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Bring all envs back to a snapshot. You can restore a snapshot any number of times.
 
         Args:
@@ -755,9 +749,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             EnvsFailedError: Some workers could not be restored; the others are at the snapshot. Restore another
                 snapshot, or reset.
         """
-        if not isinstance(snapshot, VectorSnapshot) or len(snapshot.workers) != len(self._workers):
+        if not isinstance(snapshot, tuple) or len(snapshot) != len(self._workers):
             raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of these envs; snapshot() returns one.")
-        calls = [partial(worker.restore, one) for worker, one in zip(self._workers, snapshot.workers, strict=True)]
+        calls = [partial(worker.restore, one) for worker, one in zip(self._workers, snapshot, strict=True)]
         self._each("restore", calls)
 
     def state_dict(self) -> dict[str, Any]:
@@ -821,9 +815,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 f"Calling `{command}_wait` without any prior call to `{command}_async`.{pending}", command
             )
 
-    def _refuse_if_closed(self, name: str, failures: Iterable[BaseException] = ()) -> None:
+    def _refuse_if_closed(self, name: str, failures: Collection[BaseException] = ()) -> None:
         """Raise ClosedError if the envs are closed: by a signal handler or a thread, that is no failure of theirs."""
-        if self.closed or any(type(error) is ClosedError for error in failures):
+        if self.closed or (failures and any(type(error) is ClosedError for error in failures)):
             kind = type(self).__name__
             raise ClosedError(f"{name}(): Trying to operate on `{kind}`, after a call to `close()`. Make a new one.")
 
@@ -859,10 +853,3 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if current is not None and current.name and not current.is_interrupted:
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")
-
-
-@dataclass(frozen=True, slots=True)
-class VectorSnapshot:
-    """Holds a snapshot of each worker, as :meth:`HostedVectorEnv.snapshot` returns it."""
-
-    workers: tuple[Any, ...]

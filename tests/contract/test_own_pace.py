@@ -713,7 +713,7 @@ def test_recv_and_reset_in_a_signal_handler_inside_of_recv_are_refused_and_the_o
             assert sorted(envs.recv(2)[-1]) == [0, 1]
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert ["inside of another recv()" in str(error) for error in refusals] == [True, True]
+    assert ["is in recv() of these envs" in str(error) for error in refusals] == [True, True]
 
 
 @pytest.mark.parametrize("call", ["send", "recv"])

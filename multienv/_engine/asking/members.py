@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -284,11 +283,22 @@ class Members:
         if following is None:
             return autoreset.joined(ended, answer)
         current.endings[member], name, request = following
-        if supervisor.maintenance.is_due or supervisor.maintenance.recycling_due:  # building takes a while
-            self.start_in_thread(current, member, partial(_ask_patiently, supervisor, name, request, current.waits))
-        else:
-            _send(supervisor, name, request, current.waits)
+        is_due = supervisor.maintenance.is_due or supervisor.maintenance.recycling_due
+        self._ask(current, member, name, request, in_thread=is_due)
         return MISSING
+
+    def _ask(self, current: Round, member: int, name: str, request: Any, *, in_thread: Any) -> None:
+        """Send a request; in a thread if the process is to be replaced before it, which takes a while."""
+        supervisor = self.supervisors[member]
+        if not in_thread:
+            _send(supervisor, name, request, current.waits)
+            return
+
+        def ask_patiently() -> None:
+            _send(supervisor, name, request, current.waits)
+            supervisor.resume()  # the supervisor keeps the answer
+
+        self.start_in_thread(current, member, ask_patiently)
 
     def send(self, current: Round, member: int) -> None:
         """Send a supervisor's request, or the reset that takes its place."""
@@ -303,10 +313,7 @@ class Members:
                 name, request = "reset", message
             maintenance = supervisor.maintenance
             is_due = maintenance.is_due or (name == "reset" and maintenance.recycling_due)
-            if is_due and not self.is_alone:  # building takes a while
-                self.plan_thread(current, member, partial(_ask_patiently, supervisor, name, request, current.waits))
-            else:
-                _send(supervisor, name, request, current.waits)
+            self._ask(current, member, name, request, in_thread=is_due and not self.is_alone)
         except MultienvError as error:
             self._fail(current, member, error)
 
@@ -401,17 +408,7 @@ class Members:
         del current.tasks[member]
         if error is not None and supervised and not is_of_env:
             sometimes("a thread cannot recover the envs now")
-            self._drop_refused(current)
             raise error
-
-    def _drop_refused(self, current: Round) -> None:
-        """Drop the threads that have met the system's limits: their members stay asked, and are tried again.
-
-        Else each later call would raise what one of them met before.
-        """
-        for member, task in list(current.tasks.items()):
-            if task.wait(0) and isinstance(task.error, SystemLimitError):
-                del current.tasks[member]
 
     def _fail(self, current: Round, member: int, error: BaseException) -> None:
         is_step = member in current.requests and current.requests[member].name == "step"
@@ -429,12 +426,6 @@ def _send(supervisor: Any, name: str, request: Any, waits: bool) -> None:
         supervisor.send_step(request, waits)
     else:
         supervisor.send(name, request, waits)
-
-
-def _ask_patiently(supervisor: Any, name: str, request: Any, waits: bool) -> None:
-    """Send a request and wait for its answer, which the supervisor keeps."""
-    _send(supervisor, name, request, waits)
-    supervisor.resume()
 
 
 def breaks(error: BaseException) -> bool:

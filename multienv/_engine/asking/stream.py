@@ -185,11 +185,7 @@ class Stream:
                 message.
         """
         if self.reader not in (0, get_ident()):
-            call = "send" if name == "step" else "reset_async"
-            raise CallPendingError(
-                f"{call}(): another thread is in recv() of these envs. Make one call at a time. Nothing was sent.",
-                "recv",
-            )
+            self.refuse_nested("send" if name == "step" else "reset_async")
         if self._is_at_work:
             self._refuse()
         self.count_seconds()
@@ -302,15 +298,15 @@ class Stream:
         """Raise CallPendingError if a ``recv()`` is under way: it would wait for envs that ``name`` takes from it."""
         if self.reader:
             raise CallPendingError(
-                f"{name}(): it is called inside of another recv() of these envs, by a signal handler or a thread. "
-                "Leave the results to that one.",
+                f"{name}(): another thread, or what a signal handler has interrupted, is in recv() of these envs. Make "
+                "one call at a time. Nothing was sent.",
                 "recv",
             )
 
     def _refuse(self) -> NoReturn:
         raise CallPendingError(
-            "A signal handler, or another thread, calls these envs while another call sends to them. Call when that "
-            "one has returned. Nothing was sent.",
+            "A signal handler, or another thread, calls these envs in the middle of another call. Make one call at a "
+            "time. Nothing was sent.",
             "send",
         )
 
@@ -429,11 +425,7 @@ class Stream:
         if current is None or current.flight is None or current.flight is not self._flight():
             if self._fan.members.bell is None:
                 raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
-            raise CallPendingError(
-                "A signal handler, or another thread, has called all of these envs in the middle of this call. Nothing "
-                "was sent.",
-                "send",
-            )
+            self._refuse()
         return current
 
 
