@@ -106,6 +106,13 @@ def integer(value: Any) -> int | None:
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
+def check_count(name: str, value: Any, *, least: int = 1, words: str = "") -> None:
+    """Raise UsageError unless a value is an integer of at least ``least``; ``words``: what else it may be."""
+    number = integer(value)
+    if number is None or number < least:
+        raise UsageError(f"{name} is {value!r:.100}; give an integer of at least {least}{words}.")
+
+
 def checked_seed(seed: Any) -> int | None:
     """Return a seed as an ``int``, or ``None``; raise UsageError unless it is a non-negative integer or ``None``."""
     if seed is None:
@@ -245,10 +252,10 @@ class RestartPolicy:
         for name in ("backoff", "replay_limit"):
             check_seconds(f"RestartPolicy.{name}", getattr(self, name), zero=True, needed=True)
         for name, least in (("max_restarts", 0), ("journal_limit", 0)):
-            self._check_integer(name, least)
+            check_count(f"RestartPolicy.{name}", getattr(self, name), least=least)
         for name in ("recycle_after_steps", "recycle_after_episodes", "max_rss"):
             if getattr(self, name) is not None:
-                self._check_integer(name, 1)
+                check_count(f"RestartPolicy.{name}", getattr(self, name))
         if self.max_rss is not None and self.max_rss < _LEAST_RSS:
             raise UsageError(
                 f"RestartPolicy.max_rss is {self.max_rss!r}, and counts bytes: no worker is as small as that. Give "
@@ -265,11 +272,6 @@ class RestartPolicy:
         """Return whether processes are replaced by plan."""
         limits = (self.recycle_after_steps, self.recycle_after_episodes, self.max_rss)
         return any(limit is not None for limit in limits)
-
-    def _check_integer(self, name: str, least: int) -> None:
-        value = integer(getattr(self, name))
-        if value is None or value < least:
-            raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; give an integer of at least {least}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -308,8 +310,7 @@ class RayOptions:
         for name in ("suspect_after", "placement_timeout"):
             check_seconds(f"RayOptions.{name}", getattr(self, name), needed=True)
         for name in ("hosts", "cpus_per_host"):
-            value = getattr(self, name)
-            if value is not None and (integer(value) or 0) < 1:
-                raise UsageError(f"RayOptions.{name} is {value!r:.100}; give an integer of at least 1.")
+            if getattr(self, name) is not None:
+                check_count(f"RayOptions.{name}", getattr(self, name))
         if isinstance(self.placement, str) and self.placement not in ("spread", "pack"):
             raise UsageError(f"RayOptions.placement is {self.placement!r:.100}; choose 'spread', 'pack' or node ids.")

@@ -14,10 +14,10 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from multienv._engine.asking.calls import call_message, refuse_copy
 from multienv._engine.building.building import WorkerOptions, checked_env_fn
 from multienv._engine.worker.replies import pickled
 from multienv.config import takes_options_of
+from multienv.envs.arguments import call_message, refuse_copy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of
 from multienv.events import Statistics
 
@@ -85,7 +85,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         self.agents: list[Any] = []
         self._env = SubprocessEnv(partial(_built, checked_env_fn(env_fn, env_index)), env_index=env_index, **options)
         # By a weak reference: an env that is not closed ends with the last reference to it.
-        calls_of(self._env).convert = partial(SubprocessParallelEnv._converted, weakref.proxy(self))
+        convert = partial(SubprocessParallelEnv._converted, weakref.proxy(self))
+        calls_of(self._env).convert.update(step=convert, reset=convert)
         self._spaces: dict[Any, tuple[Any, Any]] = {}  # of possible agents
         self._spaces_of_others: dict[Any, tuple[Any, Any]] = {}  # asked for in this episode
         self._last = b""  # what the env returned last, but for infos
@@ -191,11 +192,6 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         self.agents, self._last, self._spaces_of_others, outcome = self._env.step_wait(timeout)  # type: ignore[misc]
         return outcome  # type: ignore[no-any-return]
 
-    def resume(self) -> Any:
-        """Return, after an interruption, the result of the last step or reset, collected before or not."""
-        self.agents, self._last, self._spaces_of_others, outcome = self._env.resume()
-        return outcome
-
     def render(self) -> Any:
         """Render the env and return the result of its ``render``."""
         return self._built().render()
@@ -291,7 +287,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             self._spaces_of_others[agent] = found
         return found
 
-    def _converted(self, answer: Any) -> tuple[list[Any], bytes, dict[Any, tuple[Any, Any]], Any]:
+    def _converted(self, answer: Any, resumed: bool) -> tuple[list[Any], bytes, dict[Any, tuple[Any, Any]], Any]:
         """Return agents, last transition and spaces after an answer, which the caller stores, and what it then returns.
 
         Nothing is stored here: until the caller has the outcome, an interrupted call is not over. It stores them in one

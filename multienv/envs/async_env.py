@@ -297,7 +297,7 @@ def _step(env: SubprocessEnv, action: Any, deadlines: deque[float]) -> Any:
     calls, supervisor = calls_of(env), supervisor_of(env)
     assert supervisor is not None
     if calls.pending() == "step":  # the system had not let an earlier call come to its end: no descriptor was left, say
-        return calls.step(action)
+        return calls.ask("step", action)
     calls.send("step", action, waits=True)
     while supervisor.state.request is not None:
         while deadlines:

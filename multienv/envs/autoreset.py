@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
-from multienv._engine.asking.calls import Calls
+from multienv._engine.asking.fanout import Calls
 from multienv._engine.building.building import mode_of
 from multienv._engine.interrupts import runs_user_code
 from multienv._engine.recovery.state_machine import Episode
@@ -112,7 +112,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
         If it is interrupted, the next call completes it; see :meth:`SubprocessEnv.step`.
         """
-        return self._step_here(action) if self._calls is None else self._calls.step(action)
+        return self._step_here(action) if self._calls is None else self._calls.ask("step", action)
 
     @runs_user_code
     def _step_here(self, action: Any) -> Transition:

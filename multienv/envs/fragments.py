@@ -12,7 +12,7 @@ import numpy as np
 from multienv._engine.recovery.rollouts import RolloutReply
 from multienv._engine.wire.messages import Rollout
 from multienv._engine.wire.reducers import pickled
-from multienv.config import integer
+from multienv.config import check_count
 from multienv.errors import EnvError, UsageError
 
 Array = np.ndarray[Any, Any]
@@ -59,15 +59,11 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
     """Return the request for a rollout.
 
     Raises:
-        UsageError: ``policy`` cannot be called or pickled, or ``steps`` is no positive integer. Nothing was sent.
+        UsageError: ``policy`` cannot be pickled, or ``steps`` is no positive integer. Nothing was sent.
     """
-    count = integer(steps)
-    if count is None or count < 1:
-        raise UsageError(f"rollout(): steps is {steps!r:.100}; give an integer of at least 1.")
-    if not callable(policy):
-        raise UsageError(f"rollout(): the policy {policy!r:.100} cannot be called; give observations -> actions.")
+    check_count("rollout(): steps", steps)
     try:
-        return Rollout(pickled(policy), count)
+        return Rollout(pickled(policy), int(steps))
     except Exception as error:  # pickling runs code of the user
         raise UsageError(
             f"rollout(): the policy cannot be pickled: {type(error).__name__}: {error}. It is sent to the worker: keep "
@@ -75,14 +71,14 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
         ) from error
 
 
-def fragment_of_one(reply: RolloutReply, resumed: bool) -> Fragment | Exception:
-    """Return the fragment of a single env, or the error to raise, which has it."""
+def fragment_of_one(reply: RolloutReply, resumed: bool) -> Fragment:
+    """Return the fragment of a single env, or raise the error that has it."""
     infos = {step: info for step, ((_, info),) in reply.infos.items()}
     fragment = None if reply.values is None else _fragment_of(reply.values, infos, resumed)
     for error in reply.errors.values():
         if isinstance(error, EnvError):
             error.fragment = fragment
-        return error
+        raise error
     assert fragment is not None
     return fragment
 

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv._engine import interrupts
-from multienv._engine.asking.calls import advice_after, checked_indices, checked_seeds, refuse_copy
 from multienv._engine.asking.fanout import FanOut, resumed
+from multienv._engine.asking.in_flight import ReadyBatch
 from multienv._engine.asking.members import Blocking, Round
-from multienv._engine.asking.stream import OwnPace, Stream
+from multienv._engine.asking.stream import Stream
 from multienv._engine.building.building import mode_of
 from multienv._engine.cores import spread
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.actions import own_copy
 from multienv._engine.wire.messages import Reset, reset_of_one
-from multienv.config import checked_options, integer
+from multienv.config import check_count
+from multienv.envs.arguments import checked_indices, checked_seeds, envs_failed, refuse_copy, reset_options
 from multienv.envs.autoreset import AutoresetOfOne, AutoResetWrapper, joined
 from multienv.envs.subprocess_env import (
     SupervisedEnv,
+    check_same_spaces,
     close_all,
     initialize_all,
     supervisor_of,
@@ -72,13 +73,15 @@ class MultiEnv:
         max_workers: int | None = None,
         bind_cores: bool = True,
     ) -> None:
-        self.envs = _listed(envs)
-        if max_workers is not None and (integer(max_workers) or 0) < 1:
-            raise UsageError(f"MultiEnv: max_workers is {max_workers!r}; give an integer of at least 1, or None.")
+        self.envs: list[Any] = _listed(envs)
+        if max_workers is not None:
+            check_count("MultiEnv: max_workers", max_workers, words=", or None")
         self.autoreset_mode = mode_of(autoreset_mode)
         self.num_envs = len(self.envs)
         self._closed = self._all_closed = False
-        hosted = self._hosted()
+        # The envs of our own, also those that are wrapped.
+        inner = {index: env.unwrapped for index, env in enumerate(self.envs)}
+        hosted = {index: env for index, env in inner.items() if isinstance(env, SupervisedEnv)}
         self._initialize(hosted)
         self._adopt_spaces()
         if bind_cores:
@@ -86,12 +89,7 @@ class MultiEnv:
         disabled = self.autoreset_mode is AutoresetMode.DISABLED
         autoreset = None if disabled else AutoresetOfOne(self.autoreset_mode)
         self._fan = FanOut([self._member(env) for env in self.envs], autoreset=autoreset, threads=max_workers)
-        self._pace = OwnPace(self._fan)
-
-    def _hosted(self) -> dict[int, SupervisedEnv]:
-        """Return the envs of our own, also those that are wrapped, by their indexes."""
-        inner = {index: env.unwrapped for index, env in enumerate(self.envs)}
-        return {index: env for index, env in inner.items() if isinstance(env, SupervisedEnv)}
+        self._stream = Stream(self._fan)
 
     def _initialize(self, hosted: dict[int, SupervisedEnv]) -> None:
         indexes, envs = list(hosted), list(hosted.values())
@@ -112,13 +110,7 @@ class MultiEnv:
 
     def _adopt_spaces(self) -> None:
         first = self.envs[0]
-        for index, one in enumerate(self.envs):
-            for name in ("observation_space", "action_space"):
-                if getattr(one, name) != getattr(first, name):
-                    raise UsageError(
-                        f"MultiEnv: env {index} has {name} {getattr(one, name)}, env 0 has {getattr(first, name)}. "
-                        "Put envs of one kind together, or wrap them to the same spaces."
-                    )
+        check_same_spaces("MultiEnv", self.envs)
         self.observation_space = first.observation_space
         self.action_space = first.action_space
         self.metadata: dict[str, Any] = {**(first.metadata or {}), "autoreset_mode": self.autoreset_mode}
@@ -206,7 +198,7 @@ class MultiEnv:
         self._refuse_if_closed("reset()")
         requests = self._resets(seed, options, mask)
         fan = self._fan
-        self._pace.finish_interrupted("reset with a mask" if None in requests else "reset")
+        self._stream.finish_interrupted("reset with a mask" if None in requests else "reset")
         self._seed_here(requests)
         current = fan.ask("reset", requests)
         answers = fan.answers_of(current)
@@ -219,19 +211,11 @@ class MultiEnv:
 
     def _resets(self, seed: Any, options: Any, mask: Any) -> list[Reset | None]:
         """Return the request for each env, ``None`` for those that are not reset."""
-        if isinstance(options, dict) and "reset_mask" in options:
-            options = dict(options)
-            mask = options.pop("reset_mask")
-            options = options or None
-        return [
-            reset_of_one(one_seed, one) if chosen else None
-            for one_seed, one, chosen in zip(
-                checked_seeds(seed, self.num_envs),
-                checked_options(options, self.num_envs),
-                [True] * self.num_envs if mask is None else self._one_each("mask", mask),
-                strict=True,
-            )
-        ]
+        each, found = reset_options(options, self.num_envs)
+        mask = found if mask is None else mask
+        chosen = [True] * self.num_envs if mask is None else self._one_each("mask", mask)
+        seeds = checked_seeds(seed, self.num_envs)
+        return [reset_of_one(*arguments) if one else None for one, *arguments in zip(chosen, seeds, each, strict=True)]
 
     def _seed_here(self, requests: Sequence[Reset | None]) -> None:
         """Seed ``np_random`` of the envs on this side, as gymnasium's own reset does."""
@@ -259,7 +243,7 @@ class MultiEnv:
             CallPendingError: Some of the envs are under way; nothing was sent.
         """
         self._refuse_if_closed("reset_async()")
-        stream, requests = self._pace.begin("reset_async"), self._resets(seed, options, mask)
+        stream, requests = self._stream.begin("reset_async"), self._resets(seed, options, mask)
         chosen = {index: one for index, one in enumerate(requests) if one is not None}
         stream.refuse_busy("reset_async", chosen)
         self._seed_here(requests)
@@ -269,7 +253,7 @@ class MultiEnv:
     def idle_envs(self) -> list[int]:
         """Return the envs that wait for an action: all but those that :meth:`recv` has to return."""
         self._refuse_if_closed("idle_envs")
-        return self._pace.idle()
+        return self._stream.idle()
 
     def send(self, actions: Sequence[Any], indices: Sequence[int] | None = None) -> None:
         """Send actions to some envs without waiting; :meth:`recv` returns the results.
@@ -287,7 +271,7 @@ class MultiEnv:
                 nothing was sent.
         """
         self._refuse_if_closed("send()")
-        stream = self._pace.begin("send")
+        stream = self._stream.begin("send")
         chosen = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
         self._check_actions(actions, len(chosen), "send()")
         stream.refuse_busy("send", chosen)
@@ -314,32 +298,20 @@ class MultiEnv:
             UsageError: Fewer than ``k`` envs are under way, or none.
         """
         self._refuse_if_closed("recv()")
-        stream = self._pace.begin("recv")
-        stream.refuse_nested()
-        stream.reader = get_ident()
-        try:
-            return self._received(stream, k, at_most, timeout)
-        finally:
-            stream.reader = 0
+        return self._stream.begin("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
 
-    def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> tuple[Any, ...]:
-        envs, answers, members, resets, errors = stream.first(k, at_most, timeout)
+    def _made(self, ready: ReadyBatch) -> Any:
+        """Return what recv() returns for these results, or the error to raise."""
         self._refuse_if_closed("recv()")
-        if resets:
-            begun = resets - errors.keys()
+        envs, answers, errors = ready.envs, ready.answers, ready.errors
+        if ready.resets:
+            begun = ready.resets - errors.keys()
             answers = [joined(None, one) if env in begun else one for env, one in zip(envs, answers, strict=True)]
-        stream.call_hooks()
         if errors:
             outcomes = dict(zip(envs, answers, strict=True))
             results = [outcomes.get(index) for index in range(self.num_envs)]
-            error = EnvsFailedError.collect(
-                "recv()", errors, results, *advice_after("recv", self.autoreset_mode, errors)
-            )
-            stream.hand_over(envs)
-            raise error
-        lists = (*map(list, zip(*answers, strict=True)), envs)
-        stream.hand_over(envs, members)
-        return lists
+            return envs_failed("recv()", self.autoreset_mode, errors, results)
+        return *map(list, zip(*answers, strict=True)), envs
 
     # --- anything else ----------------------------------------------------------------------------
 
@@ -368,7 +340,7 @@ class MultiEnv:
             UsageError: A step was interrupted, or an env keeps no journal.
         """
         self._finish_interrupted("state_dict()")
-        return {"envs": [self._supervised(env).state_dict() for env in self.envs]}
+        return {"envs": [env.state_dict() for env in self.envs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was called, with all envs in parallel.
@@ -384,17 +356,12 @@ class MultiEnv:
         each = state.get("envs") if isinstance(state, dict) else None
         if not isinstance(each, list | tuple) or len(each) != self.num_envs:
             raise UsageError(f"load_state_dict(): give what the state_dict() of {self.num_envs} such envs returned.")
-        calls = [partial(self._supervised(env).load_state_dict, one) for env, one in zip(self.envs, each, strict=True)]
+        calls = [partial(env.load_state_dict, one) for env, one in zip(self.envs, each, strict=True)]
         self._each("load_state_dict()", calls)
-
-    def _supervised(self, env: gymnasium.Env[Any, Any]) -> SupervisedEnv:
-        if not isinstance(env, SupervisedEnv):
-            raise UsageError(f"{env} has no state_dict(): it is not a SubprocessEnv.")
-        return env
 
     def statistics(self) -> list[Statistics | None]:
         """Return the statistics of every env; ``None`` for an env that has none."""
-        add = self._pace.add_seconds
+        add = self._stream.add_seconds
         return [add(env.statistics()) if isinstance(env, SupervisedEnv) else None for env in self.envs]
 
     def _each(self, what: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -411,8 +378,7 @@ class MultiEnv:
         """Raise what some envs raised."""
         try:
             self._refuse_if_closed(what)  # meanwhile, by a signal handler or another thread: no failure of the envs
-            advice = advice_after(what, self.autoreset_mode, current.failures)
-            raise EnvsFailedError.collect(what, current.failures, results, *advice)
+            raise envs_failed(what, self.autoreset_mode, current.failures, results)
         finally:
             self._fan.finish()
 
@@ -422,7 +388,7 @@ class MultiEnv:
 
     def _finish_interrupted(self, what: str) -> None:
         self._refuse_if_closed(what)
-        self._pace.finish_interrupted(what.partition("(")[0])
+        self._stream.finish_interrupted(what.partition("(")[0])
 
     def close(self) -> None:
         """Close all envs in parallel. A second call does nothing, unless the first was interrupted."""
@@ -430,7 +396,7 @@ class MultiEnv:
         if not self._all_closed:
             with interrupts.Held(self):
                 close_all(self.envs)
-                self._pace.stream = None
+                self._stream.forget()
                 self._fan.close()
             self._all_closed = True
 
@@ -448,8 +414,6 @@ class MultiEnv:
 
 def _listed(envs: Any) -> list[gymnasium.Env[Any, Any]]:
     """Return a list of envs; the errors say what to write instead."""
-    if isinstance(envs, str) or not isinstance(envs, Iterable):
-        raise UsageError(f"MultiEnv: envs is {envs!r:.100}; give a list of envs.")
     found: list[Any] = list(envs)
     if not found:
         raise UsageError("MultiEnv: envs is empty; give at least one env.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import gymnasium
 
-from multienv._engine.asking.calls import Calls, call_message, refuse_copy
+from multienv._engine.asking.fanout import Calls
 from multienv._engine.building.building import (
     EnvFn,
     Processes,
@@ -24,14 +24,14 @@ from multienv._engine.building.building import (
 from multienv._engine.cores import spread
 from multienv._engine.interrupts import finalizer
 from multienv._engine.processes.endings import close_together
-from multienv._engine.recovery.rollouts import RolloutReply
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import Transition
 from multienv._engine.wire.messages import Call, GetAttribute, Message, Method, Reset, SetAttribute, reset_of_one
 from multienv.config import checked_seed, takes_options_of
+from multienv.envs.arguments import call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
-from multienv.errors import EnvsFailedError, ResultNotPicklableError
+from multienv.errors import EnvsFailedError, ResultNotPicklableError, UsageError
 from multienv.events import Hook, Statistics
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._calls = Calls(supervisor)
+        self._calls.convert["rollout"] = fragment_of_one
         self._frame: Any = None  # what render() has returned last
         supervisor.on_spaces = weakref.WeakMethod(self._show_spaces)
 
@@ -166,7 +167,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        transition: Transition = self._calls.step(action)
+        transition: Transition = self._calls.ask("step", action)
         return transition
 
     def step_async(self, action: Any) -> None:
@@ -209,19 +210,8 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
                 the next episode follows it, if a reset succeeded.
             ResetNeededError: No episode is running.
         """
-        fragment: Fragment = self._calls.rollout(lambda: rollout_message(policy, steps), fragment_of_one)
-        return fragment
-
-    def resume(self) -> Any:
-        """Return, after an interruption, the result of the last step, reset or rollout, collected before or not."""
-        if self._calls.pending() == "rollout":
-            return self._calls.rollout(None, fragment_of_one)
-        answer = self._calls.resume()
-        if not isinstance(answer, RolloutReply):
-            return answer
-        fragment = fragment_of_one(answer, False)
-        if isinstance(fragment, Exception):
-            raise fragment
+        message = None if self._calls.pending() == "rollout" else rollout_message(policy, steps)
+        fragment: Fragment = self._calls.ask("rollout", message)
         return fragment
 
     def render(self) -> Any:
@@ -363,10 +353,11 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         pending or its process is known to be lost, there is no such thing.
         """
         supervisor = self.__dict__.get("_supervisor")
+        state = None if supervisor is None else supervisor.state
         if name in _SPACES and supervisor is not None:
             supervisor.check(name)
         nowhere = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name.startswith("_") or supervisor is None or not _is_idle(supervisor):
+        if name.startswith("_") or state is None or state.process is not Process.READY or state.request is not None:
             raise AttributeError(f"{nowhere}; the remote env's: get_attr()")
         try:
             return self.get_attr(name)
@@ -512,6 +503,17 @@ def built_envs(what: str, envs: list[Face]) -> list[Face]:
     return envs
 
 
+def check_same_spaces(owner: str, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
+    """Raise UsageError unless all envs have the same spaces."""
+    for index, env in enumerate(envs):
+        for name in ("observation_space", "action_space"):
+            if getattr(env, name) != getattr(envs[0], name):
+                raise UsageError(
+                    f"{owner}: env {index} has {name} {getattr(env, name)}, env 0 has {getattr(envs[0], name)}. "
+                    "Put envs of one kind together, or wrap them to the same spaces."
+                )
+
+
 def initialize_all(envs: Sequence[SupervisedEnv]) -> dict[int, BaseException]:
     """Start all, then build in parallel; returns what some of them raised, by their index."""
     failures = build_all([env._supervisor for env in envs])
@@ -539,8 +541,3 @@ def calls_of(env: SupervisedEnv) -> Calls:
 
 def _has_attribute(name: str) -> Message:
     return call_message("has_wrapper_attr", (name,), {})
-
-
-def _is_idle(supervisor: Supervisor) -> bool:
-    state = supervisor.state
-    return state.process is Process.READY and state.request is None

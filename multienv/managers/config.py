@@ -12,7 +12,7 @@ import gymnasium
 from typing_extensions import Self
 
 from multienv._engine.processes.launcher import method_of
-from multienv.config import Deadlines, check_seconds, integer, meant
+from multienv.config import Deadlines, check_count, check_seconds, meant
 from multienv.errors import UsageError
 
 # DI-engine's configs name their class; these options are ignored.
@@ -157,10 +157,8 @@ class EnvManagerConfig:
 
     def __post_init__(self) -> None:
         for name in ("episode_num", "wait_num", "max_retry"):
-            value = getattr(self, name)
-            endless = name != "max_retry" and value == math.inf
-            if not endless and (integer(value) or 0) < 1:
-                raise UsageError(f"{name} is {value!r:.100}; give an integer of at least 1.")
+            if name == "max_retry" or getattr(self, name) != math.inf:
+                check_count(name, getattr(self, name))
         for name in ("step_timeout", "reset_timeout", "connect_timeout"):
             if name == "connect_timeout" or getattr(self, name) != "auto":
                 check_seconds(name, getattr(self, name))

@@ -5,29 +5,32 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-import operator
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 import numpy as np
 
-from multienv._engine.asking.calls import call_message, refuse_copy
-from multienv._engine.building.building import EnvFn, WorkerEnv, WorkerOptions, listed_env_fns
+from multienv._engine.building.building import EnvFn, WorkerOptions, Workers, listed_env_fns
 from multienv._engine.wire.messages import Call, GetAttribute, Message, Method, SetAttribute
-from multienv.config import RayOptions, RestartPolicy, checked_seed
-from multienv.envs.subprocess_env import SubprocessEnv, SupervisedEnv, close_all, initialize_all, supervisor_of
+from multienv.config import RayOptions, checked_seed, integer, takes_options_of
+from multienv.envs.arguments import call_message, checked_seeds, refuse_copy
+from multienv.envs.subprocess_env import (
+    SubprocessEnv,
+    SupervisedEnv,
+    built_envs,
+    check_same_spaces,
+    close_all,
+    supervisor_of,
+)
 from multienv.errors import (
     CallPendingError,
     ClosedError,
-    EnvsFailedError,
     MultienvError,
     ResetNeededError,
     UsageError,
 )
-from multienv.events import Hook, Statistics
+from multienv.events import Statistics
 from multienv.managers.config import EnvManagerConfig, EnvReference, EnvState, Timestep
 from multienv.managers.scheduler import Scheduler
 
@@ -55,19 +58,12 @@ class EnvManager:
     _waits_for_all = False
     _way_to_collect = "step({})"
 
+    @takes_options_of(Workers.__init__, EnvManagerConfig)
     def __init__(
         self,
         env_fn: Iterable[EnvFn],
         cfg: EnvManagerConfig | Mapping[str, Any] | None = None,
         *,
-        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
-        hooks: Sequence[Hook] = (),
-        native_threads: int | None = 1,
-        worker_env: WorkerEnv = None,
-        preload: Sequence[str] = (),
-        worker_seed: int | None = None,
-        starts_at_once: int | None = None,
-        reports: str | os.PathLike[str] | None = None,
         backend: Literal["subprocess", "ray"] = "subprocess",
         ray: RayOptions | None = None,
         **options: Any,
@@ -77,19 +73,10 @@ class EnvManager:
             raise UsageError(f"{asked}; choose 'subprocess', or 'ray' with ray=RayOptions(...).")
         self._backend, self._ray = backend, ray
         self._env_fns = listed_env_fns(type(self).__name__, env_fn)
+        of_workers = WorkerOptions.__annotations__.keys() - {"deadlines", "context"}  # these follow from the config
+        self._options: Any = {name: options.pop(name) for name in list(options) if name in of_workers}
         self.config = EnvManagerConfig.of(cfg, options, self._defaults)
-        self._options: WorkerOptions = {
-            "restart": restart,
-            "hooks": hooks,
-            "native_threads": native_threads,
-            "worker_env": worker_env,
-            "preload": preload,
-            "worker_seed": worker_seed,
-            "starts_at_once": starts_at_once,
-            "reports": reports,
-            "deadlines": self.config.deadlines,
-            "context": self.config.context,
-        }
+        self._options |= {"deadlines": self.config.deadlines, "context": self.config.context}
         self._scheduler: Scheduler | None = None
         self._envs: list[SupervisedEnv] = []
         self._reference: EnvReference | None = None
@@ -120,7 +107,8 @@ class EnvManager:
         self.close()  # a launch() that was interrupted
         envs = self._envs = self._make_envs()
         try:
-            _build(envs)
+            built_envs("launch()", envs)
+            check_same_spaces("launch()", envs)
             self._reference = self._reference or _reference_of(envs[0])
             self._seed_actions()
             supervisors = [supervisor for supervisor in map(supervisor_of, envs) if supervisor is not None]
@@ -165,9 +153,7 @@ class EnvManager:
             self.launch()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- reset ------------------------------------------------------------------------------------
@@ -307,8 +293,7 @@ class EnvManager:
     def env_ref(self) -> EnvReference:
         """Return spaces, metadata, spec and render mode. Before the first launch it starts a process to read them."""
         if self._reference is None:
-            options: WorkerOptions = {**self._options, "hooks": ()}
-            with SubprocessEnv(self._env_fns[0], **options) as env:
+            with SubprocessEnv(self._env_fns[0], **{**self._options, "hooks": ()}) as env:
                 reference = self._reference = _reference_of(env.initialize())
             self._seed_actions()
             return reference
@@ -469,11 +454,8 @@ class SyncSubprocessEnvManager(EnvManager):
 
 def _checked_id(what: str, env_id: Any, env_num: int) -> int:
     """Return the id as an int, numpy's integers too; raise UsageError if no env has it."""
-    try:
-        index = operator.index(env_id)
-    except TypeError:
-        index = -1
-    if not 0 <= index < env_num:
+    index = integer(env_id)
+    if index is None or not 0 <= index < env_num:
         raise UsageError(f"{what}: {env_id!r:.100} is no env's id; they are 0 to {env_num - 1}.")
     return index
 
@@ -497,32 +479,12 @@ def _checked_params(reset_param: Any, env_num: int) -> dict[int, dict[str, Any] 
 def _checked_seeds(seed: Any, env_num: int) -> dict[int, int]:
     """Return the seeds by id, for all envs or for some; raise UsageError for wrong ones."""
     if isinstance(seed, Mapping):
-        given = {_checked_id("seed()", env_id, env_num): one for env_id, one in seed.items()}
-    elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str) and np.shape(seed) != ():
-        if len(seed) != env_num:
-            raise UsageError(f"seed(): {len(seed)} seeds for {env_num} envs; give one for each.")
-        given = dict(enumerate(seed))
+        given = {_checked_id("seed()", env_id, env_num): checked_seed(one) for env_id, one in seed.items()}
     else:
-        first = checked_seed(seed)
-        given = {index: None if first is None else first + index for index in range(env_num)}
-    if any(one is None for one in given.values()):
+        given = dict(enumerate(checked_seeds(seed, env_num)))
+    if None in given.values():
         raise UsageError(f"seed({seed!r:.100}): give an integer, a list of them, or a dict: env id → seed.")
-    return {index: checked_seed(one) for index, one in given.items()}  # type: ignore[misc]
-
-
-def _build(envs: Sequence[SupervisedEnv]) -> None:
-    """Build envs side by side in their processes; raise UsageError unless their spaces are equal."""
-    failures = initialize_all(envs)
-    if failures:
-        advice = "All envs have been closed; fix the env_fns named below."
-        raise EnvsFailedError.collect("launch()", failures, [None] * len(envs), advice)
-    for index, env in enumerate(envs):
-        for name in ("observation_space", "action_space"):
-            if getattr(env, name) != getattr(envs[0], name):
-                raise UsageError(
-                    f"Env {index} has {name} {getattr(env, name)}, env 0 has {getattr(envs[0], name)}. "
-                    "Give a manager envs of one kind, or wrap them to the same spaces."
-                )
+    return given  # type: ignore[return-value]
 
 
 def _reference_of(env: SupervisedEnv) -> EnvReference:

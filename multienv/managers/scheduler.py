@@ -13,7 +13,6 @@ import copy
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +20,12 @@ import numpy as np
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut
 from multienv._engine.asking.in_flight import Result
-from multienv._engine.asking.members import InThread, Requests, ask_patiently
-from multienv._engine.asking.stream import OneEach, Stream
+from multienv._engine.asking.members import Requests
+from multienv._engine.asking.stream import Stream
 from multienv._engine.cores import spread
 from multienv._engine.processes.endings import close_together
 from multienv._engine.recovery.state_machine import Episode
 from multienv._engine.recovery.supervisor import Supervisor
-from multienv._engine.threads import Task
 from multienv._engine.wire.actions import own_copy
 from multienv._engine.wire.codecs import Transition
 from multienv._engine.wire.messages import Message, reset_of_one
@@ -49,6 +47,8 @@ class Record(NamedTuple):
         failure: The error that is not raised yet.
         observation: The one to act on next.
         info: The info that came with that observation.
+        tries: How often the reset that is due has failed.
+        due: When to ask for it, by ``time.monotonic()``.
     """
 
     state: EnvState = EnvState.INIT
@@ -58,6 +58,8 @@ class Record(NamedTuple):
     failure: BaseException | None = None
     observation: Any = None
     info: Any = None
+    tries: int = 0
+    due: float = 0.0
 
 
 class Scheduler:
@@ -82,10 +84,9 @@ class Scheduler:
         self.closed = False
         self._config = config
         self._seed_of = seed_of
-        self._closing = Task(bool)  # its end also ends the waiting between two tries of a reset
         spread(supervisors)
-        self._fan = FanOut(supervisors, name="multienv-manager")
-        self._stream = Stream(self._fan, _Retries(supervisors, config, self._closing))
+        self._fan = FanOut(supervisors)
+        self._stream = Stream(self._fan).begin("launch")
 
     # --- the state of the envs --------------------------------------------------------------------
 
@@ -148,10 +149,7 @@ class Scheduler:
             EnvsFailedError: Some could not be reset; its ``results`` has the observations of the others.
         """
         self.finish_calls()
-        self.records = [
-            record._replace(state=EnvState.NEED_RESET) if index in chosen and self.asked(index) else record
-            for index, record in enumerate(self.records)
-        ]
+        self._note([index for index in chosen if self.asked(index)], state=EnvState.NEED_RESET)
         self._until_idle(chosen)
         records = list(self.records)
         for index in chosen:
@@ -190,47 +188,43 @@ class Scheduler:
 
     def count_resets_anew(self, chosen: Iterable[int]) -> None:
         """Count resets of these envs from 0 again: the seed of an episode depends on that number."""
-        self.records = [
-            record._replace(resets=0) if index in chosen else record for index, record in enumerate(self.records)
-        ]
+        self._note(chosen, resets=0)
 
     def fail(self, failures: Mapping[int, BaseException]) -> None:
         """Note errors that the manager has found, by id: these envs have failed."""
-        self.records = [
-            record._replace(state=EnvState.ERROR, failure=failures[index]) if index in failures else record
-            for index, record in enumerate(self.records)
-        ]
+        for index, error in failures.items():
+            self._note([index], state=EnvState.ERROR, failure=error)
 
     def close(self) -> None:
         """End all processes side by side; a call that waits raises ClosedError. A second call does nothing."""
         self.closed = True
-        self._closing.run()
         with interrupts.Held(self):
             close_together(self.supervisors, [one.close for one in self.supervisors])
             self._fan.close()
 
-    def _begin_episodes(self) -> None:
-        """Send the resets that are due."""
-        due = {
-            index: record
-            for index, record in enumerate(self.records)
-            if record.state is EnvState.RESET and index not in self._stream.given and index not in self._stream.ready
-        }
-        messages = {}
-        for index, record in due.items():
+    def _begin_episodes(self) -> float:
+        """Send the resets that are due; return when the next one is."""
+        given, ready, now, messages, later = self._stream.given, self._stream.ready, time.monotonic(), {}, math.inf
+        for index, record in enumerate(self.records):
+            if record.state is not EnvState.RESET or index in given or index in ready:
+                continue
+            if record.due > now:  # it has failed a moment ago
+                later = min(later, record.due)
+                continue
             param = self.params.get(index, {})
             seed = param.get("seed")
             seed = self._seed_of(index, record.resets - 1) if seed is None else seed
             messages[index] = reset_of_one(seed, param.get("options"))
         if messages:
             self._stream.give("reset", messages, list(messages.values()))
+        return later
 
     # --- waiting ----------------------------------------------------------------------------------
 
     def turn(self, until: float) -> None:
         """Take up the answers that are there; if there are none, wait for one, by ``time.monotonic()`` until then."""
         self._refuse_if_closed()
-        self._begin_episodes()
+        until = min(until, self._begin_episodes())
         self._stream.take(-math.inf if any(not _is_call(one) for one in self._stream.ready.values()) else until)
         self._refuse_if_closed()
         ready, records = self._stream.ready, list(self.records)
@@ -293,7 +287,7 @@ class Scheduler:
         if interrupts.noted is not None:
             interrupts.raise_noted()
         # The last line but the return: a signal handler finds the timesteps handed over, or not.
-        self._forget((), steps)
+        self._note(steps, timestep=None)
         return shaped
 
     def tell_failures(
@@ -311,16 +305,15 @@ class Scheduler:
         if failures:
             every = [results.get(index) for index in range(len(self.supervisors))]
             error = EnvsFailedError.collect(what, failures, every, _ADVICE, _OTHERS)
-            self._forget(failures, timesteps)
+            self._note(failures, failure=None)
+            self._note(timesteps, timestep=None)
             raise error
 
-    def _forget(self, failures: Iterable[int], timesteps: Iterable[int]) -> None:
-        """Remove the errors and timesteps of these ids from the records: the caller gets them."""
+    def _note(self, indices: Iterable[int], **changes: Any) -> None:
+        """Note these changes in the records of some envs, by one assignment."""
         records = list(self.records)
-        for index in failures:
-            records[index] = records[index]._replace(failure=None)
-        for index in timesteps:
-            records[index] = records[index]._replace(timestep=None)
+        for index in indices:
+            records[index] = records[index]._replace(**changes)
         self.records = records
 
     # --- effects of an answer ---------------------------------------------------------------------
@@ -330,7 +323,7 @@ class Scheduler:
         if record.state is EnvState.NEED_RESET:  # that request was given up for a reset
             return record
         if result.error is not None:
-            return self._failed(index, record, result.error)
+            return self._again(index, record, result.error) or self._failed(index, record, result.error)
         if record.state is not EnvState.RESET:
             return self._stepped(index, record, result.answer)
         observation, info = result.answer
@@ -338,6 +331,17 @@ class Scheduler:
         if timestep is not None and self._config.reset_inplace:
             timestep = timestep._replace(observation=observation)
         return record._replace(state=EnvState.RUN, observation=self._kept(observation), info=info, timestep=timestep)
+
+    def _again(self, index: int, record: Record, error: BaseException) -> Record | None:
+        """Return the record with a reset that has failed and is tried again; ``None``: it is not."""
+        config, is_of_env = self._config, isinstance(error, EnvError | WorkerLostError)  # else it is the caller's
+        if record.state is not EnvState.RESET or not is_of_env or isinstance(error, RestartBudgetExceeded):
+            return None
+        if record.tries + 1 >= config.max_retry:
+            return None
+        if config.retry_type == "renew":
+            self.supervisors[index].discard()
+        return record._replace(tries=record.tries + 1, due=time.monotonic() + config.retry_waiting_time)
 
     def _stepped(self, index: int, record: Record, transition: Transition) -> Record:
         config = self._config
@@ -377,52 +381,19 @@ class Scheduler:
     def _kept(self, observation: Any) -> Any:
         if not self._config.copy_on_get:
             return observation
-        return (
-            observation.copy()
-            if type(observation) is np.ndarray and not observation.dtype.hasobject
-            else copy.deepcopy(observation)
-        )
-
-
-class _Retries(OneEach):
-    """Lets a thread make resets, because a reset that fails is tried again."""
-
-    def __init__(self, supervisors: Sequence[Supervisor], config: EnvManagerConfig, closing: Task) -> None:
-        super().__init__(len(supervisors))
-        self._supervisors, self._config, self._closing = supervisors, config, closing
-
-    def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
-        """Return what was given, or what a thread is to call."""
-        request, config = given.get(member), self._config
-        if request is None or request.name != "reset" or config.max_retry == 1:
-            return request
-        call = partial(_reset_patiently, self._supervisors[member], request.content(member), config, self._closing)
-        return Requests("reset", [member], [InThread(call)])
+        if type(observation) is np.ndarray and not observation.dtype.hasobject:
+            return observation.copy()
+        return copy.deepcopy(observation)
 
 
 def _resetting(record: Record) -> Record:
     """Return the record with a reset that is due."""
-    return record._replace(state=EnvState.RESET, resets=record.resets + 1)
+    return record._replace(state=EnvState.RESET, resets=record.resets + 1, tries=0, due=0.0)
 
 
 def _is_call(one: Requests | Result) -> bool:
     """Tell whether something is neither a step nor a reset."""
     return one.name not in ("step", "reset")
-
-
-def _reset_patiently(supervisor: Supervisor, message: Message, config: EnvManagerConfig, closing: Task) -> None:
-    """Reset an env, and again if that fails; the supervisor keeps the answer."""
-    tries_left = config.max_retry
-    while True:
-        try:
-            ask_patiently(supervisor, "reset", message)
-            return
-        except (EnvError, WorkerLostError) as error:  # not the caller's failure
-            tries_left -= 1
-            if not tries_left or isinstance(error, RestartBudgetExceeded) or closing.wait(config.retry_waiting_time):
-                raise
-        if config.retry_type == "renew":
-            supervisor.discard()
 
 
 def _is_abnormal(info: dict[str, Any]) -> bool:

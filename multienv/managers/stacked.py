@@ -12,7 +12,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 
 from multienv.errors import ActionError, EnvError, UsageError
 from multienv.managers.config import EnvManagerConfig, Timestep
-from multienv.managers.env_manager import EnvManager, ResetParam
+from multienv.managers.env_manager import EnvManager
 from multienv.managers.scheduler import Scheduler
 
 # Spaces whose actions for several envs can be one value; those for others are a list.
@@ -106,18 +106,12 @@ class StackedSubprocessEnvManager(EnvManager):
         self._wait(scheduler, len(order))
         return scheduler.hand_over("step()", lambda steps: self._listed(scheduler, steps, order))  # type: ignore[no-any-return]
 
-    def reset(self, reset_param: ResetParam | None = None) -> None:
-        """Reset envs as :meth:`EnvManager.reset` does; the last batch is no longer valid after it."""
+    def _reset(self, scheduler: Scheduler, params: Mapping[int, dict[str, Any] | None] | None) -> None:
+        """Reset envs, at the launch too: the last batch is no longer valid; all envs together are the next one."""
         self._batch = self._implied = None
-        super().reset(reset_param)
-        if reset_param is None or len(reset_param) == self.env_num:
+        super()._reset(scheduler, params)
+        if params is None or len(params) == self.env_num:
             self._implied = list(range(self.env_num))
-
-    def launch(self, reset_param: ResetParam | None = None) -> None:
-        """Launch as :meth:`EnvManager.launch` does; you can step the first batch without reading it."""
-        self._batch = self._implied = None
-        super().launch(reset_param)
-        self._implied = list(range(self.env_num))
 
     def _listed(self, scheduler: Scheduler, steps: dict[int, Timestep], order: list[int]) -> list[Timestep]:
         # Which envs a reset in the background makes ready is chance: these are in no batch until ready_obs is read.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from itertools import chain
 from operator import attrgetter
@@ -24,7 +24,7 @@ from multienv._engine.wire.actions import misfit, own_copy, shown, step_head_of
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.messages import dumps
 from multienv._engine.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_bytes, row_of
-from multienv.config import checked_options, integer
+from multienv.config import check_count, integer
 from multienv.errors import ActionError, UsageError, catchable_as
 
 Array = np.ndarray[Any, Any]
@@ -65,9 +65,8 @@ def deal(num_envs: int, envs_per_worker: int | str, cores: int, max_concurrency:
         # times the steps. The scheduler moves the trainer, now and then, to the core that has more to do.
         workers = min(num_envs, cores, most)
         return [num_envs // workers + (worker < num_envs % workers) for worker in range(workers)]
-    size = integer(envs_per_worker)
-    if size is None or size < 1:
-        raise UsageError(f"envs_per_worker is {envs_per_worker!r}; give an integer of at least 1, or 'auto'.")
+    check_count("envs_per_worker", envs_per_worker, words=", or 'auto'")
+    size = int(envs_per_worker)
     full, rest = divmod(num_envs, size)
     if full + bool(rest) > most:
         raise UsageError(
@@ -287,40 +286,6 @@ def check_sendable(values: Any, what: str, refusal: type[UsageError] = UsageErro
         raise refusal(f"{what} {shown(values)} cannot be pickled: {shown(error)}. Nothing was sent.") from error
 
 
-# --- arguments ----------------------------------------------------------------------------------
-
-
-def reset_options(options: Any, num_envs: int) -> tuple[list[Any], Array | None]:
-    """Return the options of each env, and the ``reset_mask`` in them, if any.
-
-    Args:
-        options: As given to ``reset``: ``None``, a mapping for all, or a sequence of one or ``None`` for each env.
-        num_envs: How many envs there are.
-    """
-    mask = None
-    if isinstance(options, Mapping) and "reset_mask" in options:
-        options = dict(options)
-        mask = check_mask(options.pop("reset_mask"), num_envs)
-    return checked_options(options, num_envs), mask
-
-
-def check_mask(mask: Any, num_envs: int) -> Array:
-    """Return a copy of a ``reset_mask``, or refuse it in gymnasium's words."""
-    name = "`options['reset_mask']` must"
-    if not isinstance(mask, np.ndarray):
-        raise TypeError(f"{name} be a numpy array, got {type(mask)}: {shown(mask)}. It has a bool for each env.")
-    if mask.shape != (num_envs,):
-        raise UsageError(f"{name} have shape `({num_envs},)`, got {mask.shape}. It has a bool for each env.")
-    if mask.dtype != np.bool_:
-        raise TypeError(f"{name} have `dtype=np.bool_`, got {mask.dtype}. True are the envs to be reset.")
-    if not mask.any():
-        raise UsageError(
-            f"{name} contain a boolean array with at least one True value, got reset_mask={mask!s:.100}. True are the "
-            "envs to be reset."
-        )
-    return np.array(mask)
-
-
 # --- rows ---------------------------------------------------------------------------------------
 
 
@@ -348,10 +313,6 @@ class Rows:
     def forget(self) -> None:
         """Keep no views of banks any more."""
         self._known = [(None,) * 4, (None,) * 4]
-
-    def observations(self, replies: Sequence[RowsReply], key: Any) -> Any:
-        """Return the batch of observations; arguments as for :meth:`batch`."""
-        return self._gather(replies, self._views(replies)[1], self._turn_of(key))
 
     def batch(self, replies: Sequence[RowsReply], key: Any) -> tuple[Any, Array, Array, Array]:
         """Return observations, rewards, terminations and truncations of all envs.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy as copying
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from threading import get_ident
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 from gymnasium import logger
@@ -20,23 +18,24 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from multienv._engine import interrupts
-from multienv._engine.asking.calls import (
-    advice_after,
-    call_message,
-    checked_indices,
-    checked_seeds,
-    refuse_copy,
-)
 from multienv._engine.asking.fanout import FanOut
 from multienv._engine.asking.in_flight import ReadyBatch
 from multienv._engine.asking.members import Round
-from multienv._engine.asking.stream import OwnPace, Stream
+from multienv._engine.asking.stream import Stream
 from multienv._engine.building.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
 from multienv._engine.processes.endings import close_together
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.messages import Call, GetAttribute, IsWrapped, Message, Method, Reset, SetAttribute
+from multienv.envs.arguments import (
+    call_message,
+    checked_indices,
+    checked_seeds,
+    envs_failed,
+    refuse_copy,
+    reset_options,
+)
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
 from multienv.errors import (
     ClosedError,
@@ -44,8 +43,6 @@ from multienv.errors import (
     EnvsFailedError,
     MultienvError,
     PolicyError,
-    ResetNeededError,
-    ResultNotPicklableError,
     UsageError,
 )
 from multienv.events import Statistics
@@ -58,11 +55,10 @@ from multienv.vector.batching import (
     check_shareable,
     check_spaces,
     observation_spaces,
-    reset_options,
 )
 from multienv.vector.infos import BatchInfos, Infos, infos_of_some, listed, parts_of
 from multienv.vector.same_step import ResetAtOnce
-from multienv.vector.some_envs import SharedWorkers, rows_of
+from multienv.vector.shared_workers import SharedWorkers, rows_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,7 +66,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Array, Array, Array, Any]
 Some = tuple[Any, Array, Array, Array, Any, Array]
-_EXTRAS = attrgetter("extras")
+_ERRORS, _EXTRAS = attrgetter("errors"), attrgetter("extras")
 
 
 class BatchOptions(TypedDict, total=False):
@@ -152,11 +148,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._fanout = FanOut(self._workers, autoreset=hook)
         self._resets_at_once = hook is not None
         self._merges = merge_infos
-        self._is_disabled = self.autoreset_mode is AutoresetMode.DISABLED
-        self._begun = np.zeros(self.num_envs, np.bool_)  # the env has an episode
-        self._all_begun = False
-        self._mask: Array | None = None  # that of the last reset
-        self._asked: Sequence[int] = ()  # the envs of the last call
         self._frames: tuple[Any, ...] = ()  # what render() has returned last
         self._infos = BatchInfos(me, self.envs_per_worker, merges=merge_infos)
         try:
@@ -190,7 +181,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._rows = Rows(single, self.num_envs, copy=self.copy)
         self._split = action_splitter(action_space, self._slices)
         self._cut = action_cutter(action_space, self.num_envs, "send()")
-        self._pace = OwnPace(self._fanout, SharedWorkers(self._slices, action_space))
+        self._stream = Stream(self._fanout, SharedWorkers(self._slices, action_space))
         self._infos_of_some = infos_of_some((), merges=self._merges)
 
     def __enter__(self) -> Self:
@@ -254,17 +245,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _begin_reset(self, name: str, seed: Any, options: Any) -> None:
         seeds = checked_seeds(seed, self.num_envs)
         each, mask = reset_options(options, self.num_envs)
-        is_more = self._pace.is_busy() or (mask is not None and self._pace.is_beginning())
+        is_more = not self._stream.is_idle or (mask is not None and self._stream.is_beginning())
         if name == "reset_async" and is_more and not self.closed:
-            stream, envs = (
-                self._pace.begin(name),
-                range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist(),
-            )
+            envs = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
+            stream = self._stream.begin(name)
             stream.refuse_busy(name, envs)
             stream.give("reset", envs, [(seeds[env], each[env]) for env in envs])
             return
         self._finish_interrupted(name if mask is None else f"{name} with a mask")
-        self._mask = mask
         requests = []
         for rows in self._slices:
             part = None if mask is None else tuple(mask[rows].tolist())
@@ -272,17 +260,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._fanout.send("reset", requests, waits=name == "reset")
 
     def _collect_reset(self, timeout: float | None) -> tuple[Any, Any]:
-        current = self._collected(timeout)
-
-        def make(answers: list[Any]) -> Any:
-            self._note(current)
-            return self._error_of(current, answers) or self._infos.returned(
-                "reset",
-                lambda infos: (self._rows.observations(answers, current), infos),
-                partial(self._infos.of, parts_of(answers)),
-            )
-
-        return self._handed_over(current, make)  # type: ignore[no-any-return]
+        current = self._fanout.collect(timeout)
+        return self._handed_over(current, partial(self._special_outcome, current))  # type: ignore[no-any-return]
 
     # --- step -------------------------------------------------------------------------------------
 
@@ -315,28 +294,22 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             if unfinished is not None and unfinished.name == "step" and unfinished.is_interrupted:
                 return self._outcome(self._fanout.resume())
             self._finish_interrupted("step")
-        parts = self._split(actions)
-        if not self._all_begun:
-            self._refuse_without_episodes()
-        return self._outcome(self._fanout.ask("step", parts))
+        return self._outcome(self._fanout.ask("step", self._split(actions)))
 
     def step_async(self, actions: Any) -> None:
         """Send the steps; collect the results with :meth:`step_wait`."""
         self._finish_interrupted("step_async")
-        parts = self._split(actions)
-        if not self._all_begun:
-            self._refuse_without_episodes()
-        self._fanout.send("step", parts, waits=False)
+        self._fanout.send("step", self._split(actions), waits=False)
 
     def step_wait(self, timeout: float | None = None) -> Batch:
         """Collect the results of the steps. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         self._refuse_wait("step")
-        return self._outcome(self._collected(timeout))
+        return self._outcome(self._fanout.collect(timeout))
 
     def _outcome(self, current: Round) -> Batch:
         """Return what a step comes to, or raise what has failed; either ends the round."""
         infos = None
-        if not current.failures and not current.resumed and not self._is_disabled:
+        if not current.failures and not current.resumed:
             answers = self._fanout.answers_of(current)
             infos = self._plain_infos(answers)
         if infos is None:
@@ -349,26 +322,17 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _plain_infos(self, replies: Sequence[RowsReply]) -> Infos | None:
         """Return the infos, if no env has raised and they are quickly had; else ``None``."""
-        parts: list[Any] = []
-        for reply in replies:
-            if reply.errors:
-                return None
-            parts.append(None if reply.extras is None else reply.extras.infos)
-        return self._infos.quick(parts) if any(parts) or not self._merges else {}
+        if any(map(_ERRORS, replies)):
+            return None
+        return {} if self._merges and not any(map(_EXTRAS, replies)) else self._infos.quick(parts_of(replies))
 
-    def _special_outcome(self, current: Round, answers: list[Any]) -> Batch | EnvsFailedError:
-        self._note(current)
+    def _special_outcome(self, current: Round, answers: list[Any]) -> Any:
+        """Return what a reset returns, or a step of which not all is plain; or the error that it comes to."""
+        is_step = current.name == "step"
         return self._error_of(current, answers) or self._infos.returned(
-            "step",
-            lambda infos: (*self._rows.batch(answers, current), infos),
-            partial(self._infos.of, parts_of(answers), resumed=current.resumed),
-        )
-
-    def _refuse_without_episodes(self, name: str = "step") -> NoReturn:
-        missing = np.flatnonzero(~self._begun).tolist()
-        raise ResetNeededError(
-            f"{name}(): there is no episode in envs {missing}. Call reset() first; options={{'reset_mask': mask}} has "
-            "it leave out the others. Nothing was sent."
+            current.name,
+            lambda infos: (*self._rows.batch(answers, current)[: 4 if is_step else 1], infos),
+            partial(self._infos.of, parts_of(answers), resumed=is_step and current.resumed),
         )
 
     # --- each env at its own pace -----------------------------------------------------------------
@@ -376,9 +340,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     @property
     def idle_envs(self) -> Array:
         """Return the envs that wait for an action, an int64 array: all but those that :meth:`recv` has to return."""
-        if self.closed:
-            self._refuse_closed("idle_envs")
-        return np.array(self._pace.idle(self._note), np.int64)
+        self._refuse_if_closed("idle_envs")
+        return np.array(self._stream.idle(), np.int64)
 
     def send(self, actions: Any, indices: Sequence[int] | None = None) -> None:
         """Send actions to some envs without waiting; :meth:`recv` returns the results.
@@ -404,17 +367,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 nothing was sent.
             ResetNeededError: Some of the envs have no running episode; nothing was sent.
         """
-        if self.closed:
-            self._refuse_closed("send")
-        stream = self._pace.begin("send", self._note)
+        self._refuse_if_closed("send")
+        stream = self._stream.begin("send")
         envs = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
         stream.refuse_busy("send", envs)
-        if not self._all_begun and not self._begun[envs].all():
-            missing = [env for env in envs if not self._begun[env]]
-            raise ResetNeededError(
-                f"send(): there is no episode in envs {missing}. Call reset_async(options={{'reset_mask': mask}}) for "
-                "them first. Nothing was sent."
-            )
         if envs:
             stream.give("step", envs, self._cut(actions, envs))
 
@@ -441,34 +397,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             CallPendingError: A signal handler calls it inside of another ``recv()``.
             UsageError: ``k`` results cannot arrive: too few envs are under way.
         """
-        if self.closed:
-            self._refuse_closed("recv")
-        stream = self._pace.begin("recv", self._note)
-        stream.refuse_nested()
-        stream.reader = get_ident()
-        try:
-            return self._received(stream, k, at_most, timeout)
-        finally:
-            stream.reader = 0
+        self._refuse_if_closed("recv")
+        return self._stream.begin("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
 
-    def _received(self, stream: Stream, k: int | None, at_most: int | None, timeout: float | None) -> Some:
-        ready = stream.first(k, at_most, timeout)
-        outcome: Any = self._error_of_some(ready) if ready.errors else self._outcome_of_some(ready)
-        begun: list[bool] | None = None  # as it was
-        if ready.errors or self._is_disabled or not self._all_begun:
-            begun = self._begun_after(ready)
-        stream.call_hooks()
-        if begun is not None:
-            self._begun[ready.envs] = begun
-            self._all_begun = bool(self._begun.all())
-        failed = isinstance(outcome, MultienvError)
-        stream.hand_over(ready.envs, ready.members)
-        if failed:
-            raise outcome
-        return outcome  # type: ignore[no-any-return]
-
-    def _outcome_of_some(self, ready: ReadyBatch) -> Any:
-        """Return what recv() returns, or the error that has it, if their infos cannot be merged."""
+    def _made(self, ready: ReadyBatch) -> Any:
+        """Return what recv() returns for these results, or the error to raise."""
+        if ready.errors:
+            return self._error_of_some(ready)
         replies = ready.answers
         if self._merges and not any(map(_EXTRAS, replies)):
             return (*rows_of(ready, self._rows), {}, np.array(ready.envs))
@@ -481,31 +416,16 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             partial(self._infos_of_some.of, parts_of(replies)),
         )
 
-    def _error_of_some(self, ready: ReadyBatch) -> EnvsFailedError:
+    def _error_of_some(self, ready: ReadyBatch) -> MultienvError:
         """Return the error for what has failed, with what the others of these envs returned."""
-        failures = dict(ready.errors)
-        if any(type(error) is ClosedError for error in failures.values()):
-            self._refuse_closed("recv")
-        returned: list[Any] = [None] * self.num_envs
+        failures = ready.errors
+        self._refuse_if_closed("recv", failures.values())
+        results: list[Any] = [None] * self.num_envs
         infos = listed(parts_of(ready.answers), [1] * len(ready.envs))
         for env, reply, info in zip(ready.envs, ready.answers, infos, strict=True):
             if env not in failures:
-                ended = bool(reply.terminated[0]), bool(reply.truncated[0])
-                returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended, info)
-        return _collect("recv", failures, returned, *advice_after("recv", self.autoreset_mode, failures))
-
-    def _begun_after(self, ready: ReadyBatch) -> list[bool]:
-        """Return for each env of a batch whether it has an episode after its answer."""
-        begun: list[bool] = []
-        for reply in ready.answers:
-            begun += [False] if reply is None else (~(reply.terminated | reply.truncated)).tolist()
-        for place, env in enumerate(ready.envs):
-            error = ready.errors.get(env)
-            if error is not None:
-                begun[place] = bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(error))
-            elif env in ready.resets or not self._is_disabled:
-                begun[place] = True
-        return begun
+                results[env] = self._result(reply, 0, info)
+        return envs_failed("recv()", self.autoreset_mode, failures, results)
 
     # --- many steps -------------------------------------------------------------------------------
 
@@ -539,7 +459,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if unfinished is not None and unfinished.name == "rollout" and unfinished.is_interrupted and not self.closed:
             return self._fragment(self._fanout.resume())
         self._finish_interrupted("rollout")
-        if self._is_disabled:
+        if self.autoreset_mode is AutoresetMode.DISABLED:
             raise UsageError(
                 "rollout(): with autoreset_mode='DISABLED' nobody begins the next episode. Make the envs with "
                 "'NEXT_STEP' or 'SAME_STEP'. Nothing was sent."
@@ -549,8 +469,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 "rollout(): with 'SAME_STEP', one env in a process, and recycle_... or max_rss, the trainer takes part "
                 "at each end of an episode. Make the envs with 'NEXT_STEP' or envs_per_worker=2. Nothing was sent."
             )
-        if not self._all_begun:
-            self._refuse_without_episodes("rollout")
         message = rollout_message(policy, steps)
         return self._fragment(self._fanout.ask("rollout", [message] * len(self._workers)))
 
@@ -572,7 +490,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
 
-    def _fragment_error(self, answers: list[Any], failures: dict[int, BaseException]) -> EnvsFailedError:
+    def _fragment_error(self, answers: list[Any], failures: dict[int, BaseException]) -> MultienvError:
         results: list[Any] = [None] * self.num_envs
         for rows, reply in zip(self._slices, answers, strict=True):
             for slot, index in enumerate(range(rows.start, rows.stop) if reply is not None else ()):
@@ -581,7 +499,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     results[index] = fragment
                 elif isinstance(error, EnvError):
                     error.fragment = fragment
-        return _collect("rollout", failures, results, *advice_after("rollout", self.autoreset_mode, failures))
+        return envs_failed("rollout()", self.autoreset_mode, failures, results)
 
     # --- what came back ---------------------------------------------------------------------------
 
@@ -594,12 +512,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         answers = self._fanout.answers_of(current)
         try:
             outcome = make(answers)
-        except Exception:
-            self._fanout.finish()
-            current.answers = {}
-            del answers[:]
-            raise
-        failed = isinstance(outcome, MultienvError)
+        except Exception as error:
+            outcome = error
+        failed = isinstance(outcome, Exception)
         self._fanout.finish()
         # The answers, which are arrays over the banks, stay mapped while the traceback of an error, of a hook for
         # instance, holds this frame.
@@ -609,25 +524,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise outcome
         return outcome
 
-    def _note(self, current: Round) -> None:
-        """Note which envs have an episode after a reset or a step."""
-        if current.name not in ("reset", "step"):
-            return
-        if current.name == "reset":
-            self._begun |= True if self._mask is None else self._mask
-        elif self._is_disabled:
-            for worker, rows in enumerate(self._slices):
-                reply = current.answers[worker]
-                self._begun[rows] &= False if reply is None else ~(reply.terminated | reply.truncated)
-        if self._is_disabled:
-            failed = self._failures_of(current)
-            self._begun[[index for index in failed if not _is_unreadable(failed[index])]] = False
-        self._all_begun = bool(self._begun.all())
-
     def _failures_of(self, current: Round) -> dict[int, BaseException]:
         """Return what has failed, by env; a worker that is lost fails for all its envs."""
-        if any(type(error) is ClosedError for error in current.failures.values()):
-            self._refuse_closed(current.name)  # by a signal handler or another thread: that is no failure of the envs
+        self._refuse_if_closed(current.name, current.failures.values())
         failures: dict[int, BaseException] = {}
         for worker, rows in enumerate(self._slices):
             answer = current.answers.get(worker)
@@ -638,7 +537,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 failures |= {rows.start + slot: error for slot, error in errors.items()}
         return failures
 
-    def _error_of(self, current: Round, answers: list[Any]) -> EnvsFailedError | None:
+    def _error_of(self, current: Round, answers: list[Any]) -> MultienvError | None:
         """Return the error for what has failed, with what the others returned."""
         failures = self._failures_of(current)
         if not failures:
@@ -649,10 +548,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         for rows, reply in zip(self._slices, answers, strict=True):
             for slot, index in enumerate(range(rows.start, rows.stop)):
                 if index not in failures:
-                    seen, info = self._rows.row(reply, slot), infos[index]
-                    ended = bool(reply.terminated[slot]), bool(reply.truncated[slot])
-                    results[index] = (seen, reply.rewards[slot], *ended, info) if is_step else (seen, info)
-        return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode, failures))
+                    result = self._result(reply, slot, infos[index])
+                    results[index] = result if is_step else (result[0], result[4])
+        return envs_failed(f"{current.name}()", self.autoreset_mode, failures, results)
+
+    def _result(self, reply: RowsReply, slot: int, info: dict[str, Any]) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Return what a step of one env comes to."""
+        ended = bool(reply.terminated[slot]), bool(reply.truncated[slot])
+        return (self._rows.row(reply, slot), reply.rewards[slot], *ended, info)
 
     # --- calls and attributes ---------------------------------------------------------------------
 
@@ -676,18 +579,19 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         Raises:
             EnvsFailedError: Some envs raised. ``results`` has the results of the others, and all episodes go on.
         """
-        return self._ask("call", lambda slots: call_message(name, args, kwargs, slots, recorded=recorded), indices)
+        return self._ask(
+            "call", lambda slots, envs: call_message(name, args, kwargs, slots, recorded=recorded), indices
+        )
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Send the calls; collect the results with :meth:`call_wait`."""
         self._finish_interrupted("call_async")
-        self._asked = range(self.num_envs)
         self._fanout.send("call", [call_message(name, args, kwargs)] * len(self._workers), waits=False)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Collect the results of the calls. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         self._refuse_wait("call")
-        return self._values(timeout)
+        return self._values(range(self.num_envs), timeout)
 
     def get_attr(
         self, name: str, indices: Sequence[int] | None = None, *, calls_methods: bool = True
@@ -701,17 +605,17 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 recorded. If False, return a function that calls the method in its env. Reading an attribute is not
                 recorded.
         """
-        values = self._ask("get_attr", lambda slots: GetAttribute(name, slots, calls_methods), indices)
+        values = self._ask("get_attr", lambda slots, envs: GetAttribute(name, slots, calls_methods), indices)
         pairs = list(zip(range(self.num_envs) if indices is None else indices, values, strict=True))
         found = [index for index, one in pairs if isinstance(one, Method)]
         of_env: dict[int, Any] = {index: partial(self._call_one, index, name) for index in found}
         if found and calls_methods:
-            called = self._ask("get_attr", lambda slots: call_message(name, (), {}, slots), found)
+            called = self._ask("get_attr", lambda slots, envs: call_message(name, (), {}, slots), found)
             of_env = dict(zip(found, called, strict=True))
         return tuple(of_env.get(index, one) for index, one in pairs)
 
     def _call_one(self, index: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self._ask("call", lambda slots: call_message(name, args, kwargs, slots), [index])[0]
+        return self._ask("call", lambda slots, envs: call_message(name, args, kwargs, slots), [index])[0]
 
     def set_attr(self, name: str, values: Any, indices: Sequence[int] | None = None) -> None:
         """Set an attribute on every env.
@@ -721,7 +625,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             values: A list or tuple has one value for each env of ``indices``; any other value is for all.
             indices: Which envs to change; ``None``: all.
         """
-        self._finish_interrupted("set_attr")
         asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
         if not isinstance(values, list | tuple):
             values = [values] * len(asked)
@@ -733,13 +636,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if len(self._workers) > 1:
             check_sendable(tuple(values), "set_attr(): the values")
         of_env = dict(zip(asked, values, strict=True))
-        requests: list[Message | None] = []
-        for rows, slots in zip(self._slices, self._slots_of(asked), strict=True):
-            of_worker = tuple(of_env[rows.start + slot] for slot in slots)
-            requests.append(SetAttribute(name, of_worker, None if indices is None else slots) if slots else None)
-        self._asked = asked
-        self._fanout.send("set_attr", requests)
-        self._values(None)
+        self._ask(
+            "set_attr", lambda slots, envs: SetAttribute(name, tuple(of_env[env] for env in envs), slots), indices
+        )
 
     def is_wrapped(self, wrapper_class: type[Any], indices: Sequence[int] | None = None) -> tuple[bool, ...]:
         """Return for every env whether it has a wrapper of this class. Classes are compared by name.
@@ -749,41 +648,45 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             indices: Which envs to ask, in this order; ``None``: all.
         """
         kind = (wrapper_class.__module__, wrapper_class.__name__)  # cloudpickle keeps no __qualname__
-        return self._ask("is_wrapped", lambda slots: IsWrapped(kind, slots), indices)
+        return self._ask("is_wrapped", lambda slots, envs: IsWrapped(kind, slots), indices)
 
     def _ask(
-        self, name: str, message: Callable[[tuple[int, ...] | None], Message], indices: Sequence[int] | None = None
+        self,
+        name: str,
+        message: Callable[[tuple[int, ...] | None, Sequence[int]], Message],
+        indices: Sequence[int] | None = None,
     ) -> tuple[Any, ...]:
-        """Ask the envs something; ``message`` is called with the slots of each worker, ``None``: all of them."""
+        """Ask the envs something.
+
+        Args:
+            name: Of the call.
+            message: Makes the request to a worker, given the slots that are asked, ``None``: all, and their envs.
+            indices: Which envs to ask, in this order; ``None``: all.
+        """
         self._finish_interrupted(name)
         asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
-        requests: list[Message | None] = [
-            message(None if indices is None else slots) if slots else None for slots in self._slots_of(asked)
-        ]
-        self._asked = asked
+        requests: list[Message | None] = []
+        for rows, envs in zip(self._slices, self._by_worker(asked), strict=True):
+            slots = None if indices is None else tuple(env - rows.start for env in envs)
+            requests.append(message(slots, envs) if envs else None)
         self._fanout.send(name, requests)
-        return self._values(None)
+        return self._values(asked, None)
 
-    def _slots_of(self, asked: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return for each worker the slots of those envs that it has."""
-        return [
-            tuple(index - rows.start for index in asked if rows.start <= index < rows.stop) for rows in self._slices
-        ]
+    def _by_worker(self, asked: Sequence[int]) -> list[list[int]]:
+        """Return for each worker those of these envs that it has."""
+        return [[env for env in asked if rows.start <= env < rows.stop] for rows in self._slices]
 
-    def _values(self, timeout: float | None) -> tuple[Any, ...]:
-        current, asked = self._collected(timeout), self._asked
+    def _values(self, asked: Sequence[int], timeout: float | None) -> tuple[Any, ...]:
+        current = self._fanout.collect(timeout)
 
         def make(answers: list[Any]) -> Any:
             failures = {index: error for index, error in self._failures_of(current).items() if index in asked}
             found: dict[int, Any] = {}
-            for rows, answer in zip(self._slices, answers, strict=True):
-                if answer is not None:
-                    found |= zip([index for index in asked if rows.start <= index < rows.stop], answer[0], strict=True)
+            for envs, answer in zip(self._by_worker(asked), answers, strict=True):
+                found |= () if answer is None else zip(envs, answer[0], strict=True)
             results = tuple(found.get(index) for index in asked)
             if failures:
-                return _collect(
-                    current.name, failures, results, *advice_after(current.name, self.autoreset_mode, failures)
-                )
+                return envs_failed(f"{current.name}()", self.autoreset_mode, failures, results)
             return results
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
@@ -807,15 +710,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         After a lost episode an env may not be renderable until its next reset: its last frame is returned again.
         """
-        lost = [worker.state.process is Process.NONE for worker in self._workers]
-        lacks = [env for rows, one in zip(self._slices, lost, strict=True) if one for env in range(self.num_envs)[rows]]
-        render = partial(Call, "render", (), None)
-        if not lacks or not self._frames:
-            self._frames = self._ask("render", render)
-            return self._frames
-        drawn = [env for env in range(self.num_envs) if env not in lacks]
-        found = dict(zip(drawn, self._ask("render", render, drawn) if drawn else (), strict=True))
-        self._frames = tuple(found.get(env, frame) for env, frame in enumerate(self._frames))
+        drawn: list[int] = []
+        for worker, rows in zip(self._workers, self._slices, strict=True):
+            if worker.state.process is not Process.NONE or not self._frames:
+                drawn += range(rows.start, rows.stop)
+        frames = dict(enumerate(self._frames))
+        if drawn:
+            found = self._ask("render", lambda slots, envs: Call("render", slots=slots), drawn)
+            frames |= zip(drawn, found, strict=True)
+        self._frames = tuple(frames.values())
         return self._frames
 
     def get_images(self) -> list[Any]:
@@ -829,16 +732,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def snapshot(self) -> VectorSnapshot:
+    def snapshot(self) -> tuple[Any, ...]:
         """Keep the present state of all envs, in frozen copies of their processes. :meth:`restore` returns to it.
 
         Raises:
             EnvsFailedError: A process cannot be forked; ``failures`` says why.
         """
-        found = self._each("snapshot", [worker.snapshot for worker in self._workers])
-        return VectorSnapshot(tuple(found), tuple(self._begun.tolist()))
+        return tuple(self._each("snapshot", [worker.snapshot for worker in self._workers]))
 
-    def restore(self, snapshot: VectorSnapshot) -> None:
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Bring all envs back to a snapshot. You can restore a snapshot any number of times.
 
         Args:
@@ -848,16 +750,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             EnvsFailedError: Some workers could not be restored; the others are at the snapshot. Restore another
                 snapshot, or reset.
         """
-        if not isinstance(snapshot, VectorSnapshot) or len(snapshot.workers) != len(self._workers):
+        if not isinstance(snapshot, tuple) or len(snapshot) != len(self._workers):
             raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of these envs; snapshot() returns one.")
-        calls = [partial(worker.restore, one) for worker, one in zip(self._workers, snapshot.workers, strict=True)]
+        calls = [partial(worker.restore, one) for worker, one in zip(self._workers, snapshot, strict=True)]
         self._each("restore", calls)
-        self._set_begun(snapshot.begun)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data that can be pickled, to continue bit for bit in another trainer."""
-        found = self._each("state_dict", [worker.state_dict for worker in self._workers])
-        return {"version": 1, "workers": found, "begun": self._begun.tolist()}
+        return {"version": 1, "workers": self._each("state_dict", [worker.state_dict for worker in self._workers])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring the envs to the state in which :meth:`state_dict` was called. Nothing else is needed.
@@ -871,27 +771,21 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             EnvsFailedError: Some workers could not reach the state: their envs are as they were before. The envs of the
                 other workers need a reset, for example with a ``reset_mask``; or load another state.
         """
-        sizes = len(self._workers), self.num_envs
-        found: list[Any] = [state.get(key) for key in ("workers", "begun")] if isinstance(state, Mapping) else []
-        if not all(isinstance(one, list) for one in found) or tuple(len(one) for one in found) != sizes:
+        found = state.get("workers") if isinstance(state, Mapping) else None
+        if not isinstance(found, list) or len(found) != len(self._workers):
             raise UsageError(
-                f"load_state_dict(): that is no state_dict() of {sizes[1]} envs in {sizes[0]} workers. Give "
-                "envs_per_worker the number that the first trainer had."
+                f"load_state_dict(): that is no state_dict() of {self.num_envs} envs in {len(self._workers)} workers. "
+                "Give envs_per_worker the number that the first trainer had."
             )
-        calls = [partial(worker.load_state_dict, one) for worker, one in zip(self._workers, found[0], strict=True)]
+        calls = [partial(worker.load_state_dict, one) for worker, one in zip(self._workers, found, strict=True)]
         advice = "The envs of the others want a reset; those of these are as they were before."
         try:
             self._each("load_state_dict", calls, advice)
         except EnvsFailedError as error:
-            for rows in self._slices:
-                self._begun[rows] &= rows.start in error.failures
-            self._set_begun(self._begun)
+            for worker, rows in zip(self._workers, self._slices, strict=True):
+                if rows.start not in error.failures:
+                    worker.discard()  # else its episodes would go on elsewhere, without a word
             raise
-        self._set_begun(found[1])
-
-    def _set_begun(self, begun: Sequence[bool] | Array) -> None:
-        self._begun[:] = begun
-        self._all_begun = bool(self._begun.all())
 
     def _each(self, name: str, calls: Sequence[Callable[[], Any]], *advice: str) -> list[Any]:
         """Make blocking calls of workers side by side; EnvsFailedError if some raise."""
@@ -901,20 +795,20 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._fanout.finish()
         if current.failures:
             failures = {self._slices[worker].start: error for worker, error in current.failures.items()}
-            raise _collect(name, failures, answers, "Of each worker the first env is named.", *advice)
+            raise EnvsFailedError.collect(
+                f"{name}()", failures, answers, "Of each worker the first env is named.", *advice
+            )
         return answers
 
     # --- which call may be made -------------------------------------------------------------------
 
     def _finish_interrupted(self, name: str) -> None:
         """Finish what an earlier call has left unfinished, before ``name`` is called."""
-        if self.closed:
-            self._refuse_closed(name)
-        self._pace.finish_interrupted(name, self._note)
+        self._refuse_if_closed(name)
+        self._stream.finish_interrupted(name)
 
     def _refuse_wait(self, command: str) -> None:
-        if self.closed:
-            self._refuse_closed(f"{command}_wait")
+        self._refuse_if_closed(f"{command}_wait")
         current = self._fanout.unfinished
         if current is None or current.name != command:
             pending = "" if current is None else f" What is pending is {current.name or 'for recv()'}."
@@ -922,26 +816,17 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 f"Calling `{command}_wait` without any prior call to `{command}_async`.{pending}", command
             )
 
-    def _refuse_closed(self, name: str) -> NoReturn:
-        kind = type(self).__name__
-        raise ClosedError(f"{name}(): Trying to operate on `{kind}`, after a call to `close()`. Make a new one.")
-
-    def _collected(self, timeout: float | None) -> Round:
-        current = self._fanout.unfinished
-        assert current is not None
-        try:
-            return self._fanout.collect(timeout)
-        except MultienvError:  # it can be waited for again
-            raise
-        except BaseException:
-            current.resumed = True  # by a second wait, or as if step() or reset() had been called
-            raise
+    def _refuse_if_closed(self, name: str, failures: Collection[BaseException] = ()) -> None:
+        """Raise ClosedError if the envs are closed: by a signal handler or a thread, that is no failure of theirs."""
+        if self.closed or (failures and any(type(error) is ClosedError for error in failures)):
+            kind = type(self).__name__
+            raise ClosedError(f"{name}(): Trying to operate on `{kind}`, after a call to `close()`. Make a new one.")
 
     # --- the end ----------------------------------------------------------------------------------
 
     def statistics(self) -> list[Statistics]:
         """Return counters and state of each worker. A step of the batch counts as one step of each worker."""
-        return [self._pace.add_seconds(worker.statistics()) for worker in self._workers]
+        return [self._stream.add_seconds(worker.statistics()) for worker in self._workers]
 
     @interrupts.finalizer
     def __del__(self) -> None:
@@ -963,29 +848,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         with interrupts.Held(self):
             close_together(self._workers, [partial(worker.close, patience) for worker in self._workers])
             current = self._fanout.close()
-            if hasattr(self, "_rows"):  # the envs have been built
+            if hasattr(self, "_stream"):  # the envs have been built
                 self._rows.forget()
-            if hasattr(self, "_pace"):
-                self._pace.stream = None
+                self._stream.forget()
         if current is not None and current.name and not current.is_interrupted:
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")
-
-
-@dataclass(frozen=True, slots=True)
-class VectorSnapshot:
-    """Holds a snapshot of each worker, as :meth:`HostedVectorEnv.snapshot` returns it."""
-
-    workers: tuple[Any, ...]
-    begun: tuple[bool, ...] = field(repr=False)
-
-
-def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], *advice: str) -> EnvsFailedError:
-    error = EnvsFailedError.collect(f"{name}()", failures, results, *advice)
-    assert isinstance(error, EnvsFailedError)
-    return error
-
-
-def _is_unreadable(error: BaseException) -> bool:
-    """Tell whether the env did its work, and only its result cannot be unpickled in this process."""
-    return isinstance(error, ResultNotPicklableError) and not error.command  # an error of the worker's has one

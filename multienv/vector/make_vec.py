@@ -13,7 +13,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from multienv._engine.building.building import EnvFn, checked_env_fn
-from multienv.config import integer, meant
+from multienv.config import check_count, meant
 from multienv.errors import EnvsFailedError, UsageError
 from multienv.vector.hosted_vector_env import HostedVectorEnv
 from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
@@ -135,8 +135,7 @@ def _check(num_envs: Any, vectorization: Any) -> None:
         raise UsageError(
             f"make_vec(): vectorization is {vectorization!r}; choose 'subprocess' ('async'), 'serial' ('sync'), 'ray'."
         )
-    if (integer(num_envs) or 0) < 1:
-        raise UsageError(f"make_vec(): num_envs is {num_envs!r}; give an integer of at least 1.")
+    check_count("make_vec(): num_envs", num_envs)
 
 
 def _build(make: Callable[..., _Env], kwargs: dict[str, Any], wrappers: Sequence[Callable[[_Env], _Env]]) -> _Env:

@@ -191,9 +191,11 @@ def test_of_a_batch_that_is_loaded_in_part_the_rest_stays_and_the_part_wants_a_r
         with pytest.raises(EnvsFailedError, match="as they were before") as failed:
             envs.load_state_dict({**state, "workers": [state["workers"][0], {}]})
         assert list(failed.value.failures) == [2]
-        with pytest.raises(ResetNeededError, match=r"no episode in envs \[0, 1\]"):
+        with pytest.raises(ResetNeededError) as refused:
             envs.step(np.ones(4, int))
+        assert list(refused.value.failures) == [0, 1]
+        assert [result[0][0] for result in refused.value.results[2:]] == [2, 2]
         envs.reset(options={"reset_mask": np.arange(4) < 2})
-        assert envs.step(np.ones(4, int))[0][:, 0].tolist() == [1, 1, 2, 2]
+        assert envs.step(np.ones(4, int))[0][:, 0].tolist() == [1, 1, 3, 3]
         envs.load_state_dict(state)
         assert envs.step(np.ones(4, int))[0][:, 0].tolist() == [1] * 4

@@ -366,4 +366,4 @@ def test_close_ends_what_a_manager_waits_for(manager_of: Any, what: str, how: st
         thread.join()
         signal.signal(signal.SIGUSR1, before)
     assert manager.closed
-    assert becomes_true(lambda: not [one for one in threading.enumerate() if one.name.startswith("multienv-manager")])
+    assert becomes_true(lambda: not [one for one in threading.enumerate() if one.name.startswith("multienv_")])

@@ -40,6 +40,7 @@ from multienv.errors import (
     ClosedError,
     EnvError,
     EnvsFailedError,
+    PolicyError,
     ResetNeededError,
     UsageError,
 )
@@ -112,7 +113,7 @@ NO_SPACE = (UsageError, "^action_space: the env is not built yet", "action_space
 NO_EPISODE = (ResetNeededError, r"reset\(\)", *STEPS)
 ROLLOUTS = [
     (UsageError, "steps is", *(f"rollout(constant, {length})" for length in NO_LENGTHS)),
-    (UsageError, "cannot be called", "rollout(None, 3)"),
+    (PolicyError, "not callable", "rollout(None, 3)"),
 ]
 NOT_PICKLED = ["set_attr('x', generator())", "call('poke', generator())", "reset(options={'x': generator()})"]
 SITUATIONS = {
@@ -264,8 +265,12 @@ SITUATIONS |= {
         BATCHES,
         "num_envs",
         [
-            (ResetNeededError, r"envs \[0, 1\]", "send([0, 0])"),
-            (ResetNeededError, "reset", "rollout(constant, 3)"),
+            (
+                ResetNeededError,
+                r"there is no episode yet. Call reset\(\) first",
+                "step([0, 0])",
+                "rollout(constant, 3)",
+            ),
             (UsageError, "no env is under way", "recv()"),
         ],
         RESET,
@@ -274,7 +279,7 @@ SITUATIONS |= {
         batches(autoreset_mode="Disabled"),
         f"{RESET}; reset(options={{'start': 9, 'reset_mask': np.array([True, False])}}); step([0, 0])",
         [
-            (ResetNeededError, r"no episode in envs \[0\].*reset_mask", "step([0, 0])"),
+            (ResetNeededError, r"(?s)env 0: .*no episode in this env.*reset_mask", "step([0, 0])"),
             (UsageError, "autoreset_mode='DISABLED'", "rollout(constant, 3)"),
         ],
         RESET,
@@ -458,7 +463,6 @@ NOT_BUILT: list[tuple[Any, ...]] = [
         for face in ("SubprocessVectorEnv", "SerialVectorEnv", "create_subprocess_envs", "SubprocessEnv")
     ),
     (UsageError, r"make_vec\('CartPole-v1', n\)", "SubprocessVectorEnv('CartPole-v1')"),
-    (UsageError, "'CartPole-v1'; give a list of envs", "MultiEnv('CartPole-v1')"),
     (TypeError, "'deadline'. Did you mean deadlines=", "SubprocessVectorEnv([CARTPOLE], deadline=1.0)"),
     (TypeError, "'deadline' is no option and .* Did you mean deadlines=", "make_vec('CartPole-v1', 2, deadline=1.0)"),
     (UsageError, "deadlines is 1.0; give deadlines=Deadlines", "make_vec('CartPole-v1', 2, deadlines=1.0)"),
@@ -466,7 +470,7 @@ NOT_BUILT: list[tuple[Any, ...]] = [
     (UsageError, "restart", "create_subprocess_envs([CounterEnv] * 3, restart='never')"),
     (UsageError, "is None; give a function", "create_subprocess_envs([CounterEnv, None])"),
     (TypeError, "share_memory", "create_subprocess_envs([CounterEnv], share_memory=True)"),
-    *((TypeError, "gymnasium.Env", f"MultiEnv([{env}])") for env in ("CounterEnv", "None", "'CartPole-v1'")),
+    *((TypeError, "gymnasium.Env", f"MultiEnv([{env}])") for env in ("CounterEnv", "None", "*'CartPole-v1'")),
     (TypeError, "gymnasium.Env", "MultiEnv([CounterEnv(), object()])"),
     (UsageError, "twice|same", "MultiEnv([CounterEnv()] * 2)"),
     (UsageError, "env", "MultiEnv([])"),

@@ -1062,18 +1062,18 @@ MUTANTS = [
     Mutant(
         "Of envs at their own pace the result is taken before it is handed over: Ctrl-C in between loses it.",
         8,
-        "hosted_vector_env:HostedVectorEnv._received",
-        "ready = stream.first(k, at_most, timeout)",
+        "stream:Stream.recv",
+        "ready = self._first(count, at_most, timeout)",
         """
-        ready = stream.first(k, at_most, timeout)
-        stream.hand_over(ready.envs, ready.members)
+        ready = self._first(count, at_most, timeout)
+        self.hand_over(ready.envs, ready.unnoted)
         """,
         ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
         "A change that is decided at own pace is forgotten if an exception comes while it is carried out.",
         8,
-        "stream:Stream._carry_out",
+        "stream:Stream._apply_decided",
         """
         self.decided(self)
         self.decided = None
@@ -1087,7 +1087,7 @@ MUTANTS = [
     Mutant(
         "recv() returns all that is ready, whatever at_most says.",
         4,
-        "stream:Stream.first",
+        "stream:Stream._first",
         "envs = list(islice(self._ready, most))",
         "envs = list(self._ready)",
         OWN_PACE,
@@ -1103,7 +1103,7 @@ MUTANTS = [
     Mutant(
         "recv() returns what is ready at once, whatever k says.",
         4,
-        "stream:Stream.first",
+        "stream:Stream._first",
         "len(self._ready) < wanted",
         "not self._ready",
         OWN_PACE,
@@ -1298,8 +1298,8 @@ MUTANTS = [
         "An exception of one env drops what its neighbours have returned.",
         6,
         "hosted_vector_env:HostedVectorEnv._error_of",
-        "results[index] = (seen, reply.rewards[slot], *ended, info) if is_step else (seen, info)",
-        "results[index] = None if is_step else (seen, info)",
+        "results[index] = result if is_step else (result[0], result[4])",
+        "results[index] = None if is_step else (result[0], result[4])",
     ),
     Mutant(
         "The neighbour of the env that ended the process is blamed.",
@@ -1532,8 +1532,8 @@ MUTANTS = [
     Mutant(
         "An interrupted step that is completed by the next call does not say so.",
         8,
-        "calls:Calls._outcome",
-        'current.resumed and current.name == "step"',
+        "fanout:Calls._outcome",
+        'current.resumed and name == "step"',
         "False",
     ),
     # --- 9: errors tell ---------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_unknown_options_are_refused_and_a_near_miss_is_told():
     for cfg in ({"wait_nums": 3}, {"cfg_types": "X"}, {3: 4}):
         with pytest.raises(UsageError, match="is no option"):
             AsyncSubprocessEnvManager([CounterEnv], cfg)
-    with pytest.raises(UsageError, match="Did you mean episode_num="):
+    with pytest.raises(TypeError, match="Did you mean episode_num="):
         AsyncSubprocessEnvManager([CounterEnv], episodes_num=3)
 
 

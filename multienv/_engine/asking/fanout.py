@@ -26,11 +26,12 @@ from multienv._engine.asking.members import AutoresetHook, Blocking, Members, Re
 from multienv._engine.processes.channel import wait_any
 from multienv._engine.recovery import hot_path
 from multienv._engine.recovery.hot_path import MISSING, STEPPING, STEPPING_ASYNC
+from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Task, idents_of_threads
 from multienv.config import check_seconds
-from multienv.errors import CallPendingError, WaitTimeout
+from multienv.errors import CallPendingError, MultienvError, WaitTimeout
 
 
 def resumed(transition: Any) -> Any:
@@ -54,7 +55,6 @@ class FanOut:
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
         autoreset: Makes resets of steps and lets resets follow them.
         threads: Of the executor; ``None``: one for each member.
-        name: Of the threads.
         skips_none: A request of ``None`` leaves its member alone.
 
     Attributes:
@@ -67,10 +67,9 @@ class FanOut:
         *,
         autoreset: AutoresetHook | None = None,
         threads: int | None = None,
-        name: str = "multienv",
         skips_none: bool = True,
     ) -> None:
-        self.members = Members(self, members, autoreset=autoreset, threads=threads, name=name)
+        self.members = Members(self, members, autoreset=autoreset, threads=threads)
         self._nothing, self._all = None if skips_none else MISSING, range(len(members))
         self._owner: dict[str, int] = {}  # "thread": the one that is in a call, or was interrupted in one
         # After multienv._engine.cores.spread(), which says on which core each worker runs.
@@ -189,7 +188,7 @@ class FanOut:
             self.resume()
             self.finish()
 
-    def finish_interrupted(self, name: str, note: Callable[[Round], None] | None = None) -> None:
+    def finish_interrupted(self, name: str) -> None:
         """Finish what an earlier call has left unfinished, before ``name`` is called.
 
         A call that was interrupted is completed, and its outcome dropped; a step only before a reset: else the caller
@@ -197,7 +196,6 @@ class FanOut:
 
         Args:
             name: Of the call that is made now.
-            note: Called with the round that is dropped, while it is unfinished.
 
         Raises:
             CallPendingError: The answer to the earlier call must be taken first.
@@ -219,8 +217,6 @@ class FanOut:
                 asked,
             )
         self.resume()
-        if note is not None:
-            note(current)
         self.finish()
 
     def finish(self) -> None:
@@ -274,6 +270,8 @@ class FanOut:
         except BaseException as error:
             current.is_broken = True  # first: the next line may be broken off, too
             current.is_broken = breaks(error)
+            # By a second wait, or as if both halves were one call; else the wait has only taken too long.
+            current.resumed |= not isinstance(error, MultienvError)
             raise
         return current
 
@@ -300,3 +298,80 @@ class FanOut:
             if not task.wait(None if until == inf else max(0.0, until - monotonic())):
                 break
         return []
+
+
+class Calls:
+    """Makes one call at a time to one env: rounds of one member.
+
+    A step or a rollout that was interrupted is completed by the next one, whose own request is not sent; a reset drops
+    it. Any other interrupted call is completed by the next call of any name, and its outcome is dropped.
+
+    Args:
+        supervisor: Of the env.
+        autoreset: Makes resets of steps and lets resets follow them.
+
+    Attributes:
+        convert: Name of a call → a function that turns its answer into what the caller gets; it is also given whether
+            the call was interrupted. It is called before the call counts as finished: Ctrl-C in there loses nothing,
+            and what it raises is told once.
+    """
+
+    __slots__ = ("_fan", "_supervisor", "convert")
+
+    def __init__(self, supervisor: Supervisor, autoreset: AutoresetHook | None = None) -> None:
+        self.convert: dict[str, Callable[[Any, bool], Any]] = {}
+        self._supervisor = supervisor
+        self._fan = FanOut([supervisor], autoreset=autoreset, skips_none=False)
+
+    def ask(self, name: str, request: Any) -> Any:
+        """Send a message or the action of a step; return what comes of it, or raise the error that is the answer."""
+        unfinished = self._fan.unfinished
+        if unfinished is not None:
+            if name == unfinished.name and name in ("step", "rollout") and unfinished.is_interrupted:
+                return self._outcome(self._fan.resume())
+            self.finish_interrupted(name)
+        return self._outcome(self._fan.ask(name, (request,)))
+
+    def send(self, name: str, request: Any, *, waits: bool = False) -> None:
+        """Send a request whose answer :meth:`wait` collects; ``waits``: in the same call of the caller's."""
+        self.finish_interrupted(name)
+        current = self._fan.send(name, (request,), waits=waits)
+        if current.failures:
+            self._outcome(current)
+
+    def wait(self, name: str, timeout: float | None, *, waits: bool = False) -> Any:
+        """Collect the answer to the request that :meth:`send` sent under this name; wait ``timeout`` seconds for it."""
+        unfinished = self._fan.unfinished
+        if unfinished is None or unfinished.name != name or unfinished.waits is not waits:
+            self._supervisor.check(f"{name}_wait")
+        return self._outcome(self._fan.collect(timeout))
+
+    def pending(self) -> str:
+        """Return the name of the call whose outcome has not been handed to the caller; ``""``: there is none."""
+        unfinished = self._fan.unfinished
+        return "" if unfinished is None else unfinished.name
+
+    def finish_interrupted(self, name: str) -> None:
+        """Do what :meth:`FanOut.finish_interrupted` does; refuse the call if the worker is closed."""
+        if self._supervisor.state.process is Process.CLOSED:
+            self._fan.finish()
+            self._supervisor.check(name)
+        self._fan.finish_interrupted(name)
+
+    def _outcome(self, current: Round) -> Any:
+        """Finish a call: return what comes of its answer, or raise its error."""
+        for error in current.failures.values():
+            self._fan.finish()
+            raise error
+        answer, name = current.answers[0], current.name
+        if current.resumed and name == "step":
+            answer = resumed(answer)
+        convert = self.convert.get(name)
+        if convert is not None:
+            try:
+                answer = convert(answer, current.resumed)
+            except Exception:
+                self._fan.finish()
+                raise
+        self._fan.finish()
+        return answer

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import repeat
@@ -48,14 +48,15 @@ class ReadyBatch(NamedTuple):
         envs: These envs, in the order in which they were ready.
         answers: One for each of them, ``None`` if nothing but an error has come; or, of envs that share a worker and
             follow each other here, one with a row for each.
-        members: Those that have given these answers, which are still asked; none if the answers were noted.
+        unnoted: The members that have given these answers, if the stream has not noted them as ready: then the members
+            are forgotten in the round when the answers are handed over.
         resets: Those of the envs that were reset.
         errors: Env → what was raised.
     """
 
     envs: list[int]
     answers: list[Any]
-    members: Collection[int] = ()
+    unnoted: Collection[int] = ()
     resets: AbstractSet[int] = frozenset()
     errors: Mapping[int, BaseException] = MappingProxyType({})
 
@@ -67,6 +68,44 @@ def results_of(current: Round) -> dict[int, Result]:
     errors = map(failures.get, answers) if failures else repeat(None)
     made = map(partial(tuple.__new__, Result), zip(names, answers.values(), errors, strict=False))
     return dict(zip(answers, made, strict=True))
+
+
+class Sharing:
+    """Says which envs a member of the fan-out has, and what it is asked for them. Here each member is one env.
+
+    Args:
+        count: Number of envs.
+
+    Attributes:
+        count: As given.
+        is_shared: Some member has several envs.
+    """
+
+    is_shared = False
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def member(self, env: int) -> int:
+        """Return the member that has an env."""
+        return env
+
+    def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
+        """Return the request to a member that is free; ``None`` if there is none."""
+        return given.get(member)
+
+    def envs(self, member: int, request: Requests) -> Iterable[int]:
+        """Return the envs of a member that a request concerns."""
+        return (member,)
+
+    def results(self, current: Round) -> dict[int, Result]:
+        """Return what came of the requests that are answered, by env; no later request changes it."""
+        return results_of(current)
+
+    def ready_batch(self, current: Round) -> ReadyBatch | None:
+        """Return all that came, if it can be handed over as it is; it is plain answers to steps of whole members."""
+        members = list(current.answers)
+        return ReadyBatch(members, list(current.answers.values()), unnoted=members)
 
 
 class InFlight:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -70,12 +69,6 @@ class StepOfSome(NamedTuple):
         return self.touched[slot]
 
 
-class InThread(NamedTuple):
-    """A request that takes a while to send: a thread calls this, which leaves the answer with the supervisor."""
-
-    call: Callable[[], object]
-
-
 @dataclass(slots=True, eq=False)
 class Requests:
     """Holds the requests of one call to some envs, or to some members. Each env in flight may be in another.
@@ -83,8 +76,8 @@ class Requests:
     Attributes:
         name: What the caller called.
         envs: The envs, or members, that are asked.
-        contents: For each of them an action, a message, or, of a reset, :class:`InThread`. To take actions out one by
-            one takes as long as to send them, so it is done only if one of them is looked at.
+        contents: For each of them an action or a message. To take actions out one by one takes as long as to send them,
+            so it is done only if one of them is looked at.
     """
 
     name: str
@@ -178,24 +171,14 @@ class Round:
         return f"{asked} is pending. Call {asked}_wait() first."
 
 
-class Owner(Protocol):
-    """Asks members: a :class:`~multienv._engine.asking.fanout.FanOut`."""
-
-    members: Members
-
-    def drop(self) -> None:
-        """Complete what was broken off, if there is something; nobody asks for its outcome."""
-
-
 class Members:
     """Asks members one by one, and takes what they answer.
 
     Args:
-        owner: Who asks them.
+        owner: The ``FanOut`` that asks them.
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
         autoreset: Makes resets of steps and lets resets follow them.
         threads: Of the executor; ``None``: one for each member.
-        name: Of the threads.
 
     Attributes:
         supervisors: Of the members that have one, ``None`` for the others.
@@ -210,12 +193,11 @@ class Members:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Any,
         members: Sequence[Any],
         *,
         autoreset: AutoresetHook | None,
         threads: int | None,
-        name: str,
     ) -> None:
         self.supervisors: list[Any] = [None if callable(one) else one for one in members]
         self.blocking = {member: one for member, one in enumerate(members) if callable(one)}
@@ -225,7 +207,6 @@ class Members:
         self.me = weakref.ref(owner)
         self._autoreset = autoreset
         self._threads = min(threads or len(members), len(members))
-        self._name = name
         self._executor: Pool | None = None
         self.bell: Bell | None = None
         self.reporters = [one.reporter for one in self.supervisors if one is not None]
@@ -235,7 +216,7 @@ class Members:
     def pool(self) -> Pool:
         """Return the executor, made when it is first needed."""
         if self._executor is None:
-            self._executor = Pool(self._threads, self._name)
+            self._executor = Pool(self._threads, "multienv")
         return self._executor
 
     def close(self) -> None:
@@ -302,19 +283,27 @@ class Members:
         if following is None:
             return autoreset.joined(ended, answer)
         current.endings[member], name, request = following
-        if supervisor.maintenance.is_due or supervisor.maintenance.recycling_due:  # building takes a while
-            self.start_in_thread(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
-        else:
-            _send(supervisor, name, request, current.waits)
+        is_due = supervisor.maintenance.is_due or supervisor.maintenance.recycling_due
+        self._ask(current, member, name, request, in_thread=is_due)
         return MISSING
+
+    def _ask(self, current: Round, member: int, name: str, request: Any, *, in_thread: Any) -> None:
+        """Send a request; in a thread if the process is to be replaced before it, which takes a while."""
+        supervisor = self.supervisors[member]
+        if not in_thread:
+            _send(supervisor, name, request, current.waits)
+            return
+
+        def ask_patiently() -> None:
+            _send(supervisor, name, request, current.waits)
+            supervisor.resume()  # the supervisor keeps the answer
+
+        self.start_in_thread(current, member, ask_patiently)
 
     def send(self, current: Round, member: int) -> None:
         """Send a supervisor's request, or the reset that takes its place."""
         supervisor, (name, request) = self.supervisors[member], current.request(member)
         if supervisor.asked_by is not self.me and not self._takes_over(current, member):
-            return
-        if isinstance(request, InThread):
-            self.plan_thread(current, member, request.call)
             return
         try:
             message = None
@@ -324,10 +313,7 @@ class Members:
                 name, request = "reset", message
             maintenance = supervisor.maintenance
             is_due = maintenance.is_due or (name == "reset" and maintenance.recycling_due)
-            if is_due and not self.is_alone:  # building takes a while
-                self.plan_thread(current, member, partial(ask_patiently, supervisor, name, request, current.waits))
-            else:
-                _send(supervisor, name, request, current.waits)
+            self._ask(current, member, name, request, in_thread=is_due and not self.is_alone)
         except MultienvError as error:
             self._fail(current, member, error)
 
@@ -338,7 +324,7 @@ class Members:
         A reset of an env alone drops what was broken off of it alone.
         """
         supervisor = self.supervisors[member]
-        other: Owner | None = None if supervisor.asked_by is None else supervisor.asked_by()
+        other = None if supervisor.asked_by is None else supervisor.asked_by()
         # As it is: another thread may just be sending it.
         unfinished = None if other is None else other.members.asked
         if other is not None and unfinished is not None:
@@ -422,17 +408,7 @@ class Members:
         del current.tasks[member]
         if error is not None and supervised and not is_of_env:
             sometimes("a thread cannot recover the envs now")
-            self._drop_refused(current)
             raise error
-
-    def _drop_refused(self, current: Round) -> None:
-        """Drop the threads that have met the system's limits: their members stay asked, and are tried again.
-
-        Else each later call would raise what one of them met before.
-        """
-        for member, task in list(current.tasks.items()):
-            if task.wait(0) and isinstance(task.error, SystemLimitError):
-                del current.tasks[member]
 
     def _fail(self, current: Round, member: int, error: BaseException) -> None:
         is_step = member in current.requests and current.requests[member].name == "step"
@@ -450,12 +426,6 @@ def _send(supervisor: Any, name: str, request: Any, waits: bool) -> None:
         supervisor.send_step(request, waits)
     else:
         supervisor.send(name, request, waits)
-
-
-def ask_patiently(supervisor: Any, name: str, request: Any, waits: bool = False) -> None:
-    """Send a request and wait for its answer, which the supervisor keeps."""
-    _send(supervisor, name, request, waits)
-    supervisor.resume()
 
 
 def breaks(error: BaseException) -> bool:

@@ -33,7 +33,7 @@ from multienv._engine.wire.segment import SLOT, Segment
 from multienv._engine.worker import seeding
 from multienv._engine.worker.replies import failure_of, pickled, wrong_result
 from multienv._engine.worker.starts import Starts
-from multienv.errors import UsageError
+from multienv.errors import ResetNeededError, UsageError
 
 Step = Callable[[Any], Any]
 
@@ -192,7 +192,9 @@ class EnvGroup:
 
 
 def _refuse(action: Any) -> NoReturn:
-    raise gymnasium.error.ResetNeeded("The episode of this env has ended. Call reset() before the next step().")
+    raise ResetNeededError(
+        "There is no episode in this env. Call reset(options={'reset_mask': mask}) before the next step()."
+    )
 
 
 def _call(message: Call, index: int, env: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from multienv._engine.asking.in_flight import ReadyBatch, Result, results_of
+from multienv._engine.asking.in_flight import ReadyBatch, Result, Sharing, results_of
 from multienv._engine.asking.members import Requests, Round, StepOfSome
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.infos import Extras
@@ -20,7 +20,7 @@ from multienv.vector.batching import Array, Rows, joined, listed_observations
 _ERRORS = attrgetter("errors")
 
 
-class SharedWorkers:
+class SharedWorkers(Sharing):
     """Says what each worker is asked: to reset some of its envs, or to step those that have an action.
 
     What is given for an env is the batch of its action alone, or seed and options of its reset.
@@ -33,7 +33,7 @@ class SharedWorkers:
     def __init__(self, slices: Sequence[slice], space: Any) -> None:
         self._envs = [range(rows.start, rows.stop) for rows in slices]
         self._members = [member for member, envs in enumerate(self._envs) for _ in envs]
-        self.count = len(self._members)
+        super().__init__(len(self._members))
         self.is_shared = self.count > len(self._envs)
         self._space = space
 
@@ -93,8 +93,8 @@ class SharedWorkers:
         if any(map(_ERRORS, replies)):
             return None
         if not self.is_shared:
-            return ReadyBatch(members, replies, members)
-        return ReadyBatch([env for member in members for env in self._envs[member]], replies, members)
+            return ReadyBatch(members, replies, unnoted=members)
+        return ReadyBatch([env for member in members for env in self._envs[member]], replies, unnoted=members)
 
     def _of_envs(self, member: int, request: Requests, result: Result) -> list[tuple[int, Result]]:
         """Return the result of a request to a worker, for each env that it concerned."""
