@@ -26,8 +26,8 @@ from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.building.building import EnvFn
 from multienv._engine.cores import cores
 from multienv._engine.recovery.journal import AFFORDABLE
-from multienv._engine.recovery.policy import ForkingPolicy
 from multienv._engine.recovery.verification import is_comparable
+from multienv._engine.recovery.way_back import ForkingPolicy
 from multienv._engine.reports.texts import foreign_frames
 from multienv._engine.worker.snapshots import interval_for
 from multienv.cli.env_functions import arguments_advice

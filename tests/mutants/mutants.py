@@ -558,7 +558,7 @@ MUTANTS = [
     Mutant(
         "A memory that new envs do not have is lost in silence.",
         3,
-        "memory:MemoryAcrossResets.note_loss",
+        "journal:MemoryAcrossResets.note_loss",
         "self.has_shown and not self._is_loss_logged",
         "False",
         REPLAYED,
@@ -723,7 +723,7 @@ MUTANTS = [
     Mutant(
         "A healthy step is given up as soon as poison, though those before it went through at last.",
         3,
-        "policy:Losses.begin",
+        "way_back:Losses.begin",
         "POISON_AFTER + min(max(0, self._chances[kind]), _MORE_TRIES)",
         "POISON_AFTER",
         ("tests/faults/test_snapshots.py", "tests/unit/test_policy.py"),
@@ -731,7 +731,7 @@ MUTANTS = [
     Mutant(
         "Tries of a request that hangs begin long after Deadlines.recovery.",
         5,
-        "policy:Losses.begin",
+        "way_back:Losses.begin",
         "progress.began - before.since < limit",
         "True",
         ("tests/unit/test_policy.py",),
@@ -1183,7 +1183,7 @@ MUTANTS = [
     Mutant(
         "What an env took is not noted, where its deadline is found from the times seen.",
         5,
-        "deadlines:RequestDeadlines.note",
+        "pending:RequestDeadlines.note",
         "self._slowest[name] = seconds",
         "",
         ("tests/contract/test_auto_deadlines.py",),
@@ -1227,7 +1227,7 @@ MUTANTS = [
     Mutant(
         "Restarts are not charged to the budget.",
         5,
-        "policy:RestartBudget.admit",
+        "way_back:RestartBudget.admit",
         "self._restarts.append(now)",
         "",
         ("tests/unit/test_policy.py",),

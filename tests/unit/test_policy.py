@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multienv._engine.recovery import recoverer as recoverer_module
-from multienv._engine.recovery.policy import (
-    LONGEST_BACKOFF,
-    WINDOW,
-    Losses,
-    RecoveryProgress,
-    Recycling,
-    RestartBudget,
-)
+from multienv._engine.recovery.maintenance import Recycling
 from multienv._engine.recovery.recoverer import BudgetSpentError, Recoverer
+from multienv._engine.recovery.way_back import LONGEST_BACKOFF, WINDOW, Losses, RecoveryProgress, RestartBudget
 from multienv.config import Deadlines, RestartPolicy
 
 LARGEST_DIE = 1 - 2**-53

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from multienv._engine.processes.channel import Channel, Gone
-from multienv._engine.recovery.memory import MemoryAcrossResets
-from multienv._engine.recovery.policy import RecoveryProgress
+from multienv._engine.recovery.journal import MemoryAcrossResets
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import NotBuilt, Recoverer, Revived, Unrecoverable
 from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Recovered, Request, State
-from multienv._engine.recovery.way_back import sources_after_loss
+from multienv._engine.recovery.way_back import RecoveryProgress, sources_after_loss
 from multienv._engine.reports.texts import what_happened
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.segment import ASKED

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery.policy import Losses, Recycling
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.state_machine import Kind, State
+from multienv._engine.recovery.way_back import Losses
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.segment import (
     LOSS_SECONDS,
@@ -22,6 +22,66 @@ from multienv._engine.wire.segment import (
 )
 from multienv._engine.worker.census import OBSTACLES
 from multienv.config import RestartPolicy
+
+
+class Recycling:
+    """Tells when a process is due to be replaced, because simulators leak.
+
+    Args:
+        policy: The limits.
+
+    Attributes:
+        wanted: The policy has such limits at all.
+    """
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self.wanted = policy.recycles
+        self.begin(0, 0)
+
+    def begin(self, steps: int, episodes: int, replayed: int = 0) -> None:
+        """Note that a new process takes over: after so many steps, ended episodes, and requests of a replay."""
+        self._steps, self._episodes, self._replayed = steps, episodes, replayed
+        self._again_at = self._waited = 0
+
+    def put_off(self, episodes: int, least: int) -> None:
+        """Note that a replacement has failed: it is tried at a reset of all envs, else after some more episodes.
+
+        Args:
+            episodes: Begun so far.
+            least: How many more the first time; then twice as many each time.
+        """
+        self._waited = 2 * self._waited or least
+        self._again_at = episodes + self._waited
+
+    def is_put_off(self, episodes: int) -> bool:
+        """Tell whether a replacement has failed not long ago."""
+        return episodes < self._again_at
+
+    def due(self, steps: int, episodes: int, slots: int, rss: Callable[[], int | None], *, is_over: bool) -> str:
+        """Return why the process should be replaced, or ``""``.
+
+        Args:
+            steps: Taken so far.
+            episodes: Ended so far.
+            slots: Number of envs.
+            rss: Tells the resident memory, in bytes. It is asked last: it costs a system call.
+            is_over: No episode runs.
+        """
+        policy = self._policy
+        if policy.recycle_after_steps is not None and steps - self._steps >= policy.recycle_after_steps:
+            return f"after {steps - self._steps} steps"
+        most = policy.recycle_after_episodes
+        if most is not None and episodes - self._episodes >= most and is_over:
+            return f"after {episodes - self._episodes} episodes"
+        # A replay of all that the process has done would leak as much once more. A replay goes back two episodes; where
+        # it alone takes that much, the process would be replaced all the time.
+        gains = is_over or (episodes - self._episodes >= 2 * slots and steps - self._steps >= self._replayed)
+        if policy.max_rss is not None and gains:
+            size = rss()
+            if size is not None and size > policy.max_rss:
+                return f"at {size / 2**20:.0f} MiB"
+        return ""
 
 
 class Maintenance:

@@ -9,8 +9,6 @@ from math import inf
 from typing import Any
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery import deadlines
-from multienv._engine.recovery.deadlines import LONGER, RequestDeadlines
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.state_machine import Kind, Request, State
 from multienv._engine.reports.texts import deadline_of, foreign_frames
@@ -33,6 +31,7 @@ from multienv._engine.wire.banks import (
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import BEGINNING, Message, Reset, Rollout
 from multienv._engine.wire.segment import BUSY, REPLY, REQUEST, SLOT, SNAPSHOT, Segment
+from multienv.config import Deadlines
 
 logger = logging.getLogger("multienv")
 
@@ -40,6 +39,61 @@ logger = logging.getLogger("multienv")
 SILENCE = 60.0
 # The trainer looks so often within a deadline which env of a process is being called.
 _LOOKS = 8
+# The shortest deadline that is found from the times seen, seconds.
+LEAST = 60.0
+# A wait for less than this part of it says nothing of a deadline, and costs no more than without one.
+BRIEF = 0.01
+# A deadline is so many times the slowest request that was seen.
+MULTIPLE = 10.0
+# There is no deadline before so many steps and resets: the first ones compile and load.
+STEPS, RESETS = 20, 3
+# A deadline is so many times as long where a loss may cost the episode, and in the process after a first loss.
+LONGER = 5.0
+
+
+class RequestDeadlines:
+    """Keeps the deadlines of the requests to one worker, and finds those that are ``"auto"``.
+
+    Args:
+        deadlines: As the user gave them.
+        resets_in_steps: A step may be a reset, too.
+
+    Attributes:
+        step, reset, call: Seconds that an env may take; ``None``: there is no limit, or none yet.
+        is_learning: One of them is ``"auto"``.
+    """
+
+    def __init__(self, deadlines: Deadlines, *, resets_in_steps: bool) -> None:
+        self._finds = {name for name in ("step", "reset") if getattr(deadlines, name) == "auto"}
+        step, reset = deadlines.step, deadlines.reset
+        self.step: float | None = None if isinstance(step, str) else step
+        self.reset: float | None = None if isinstance(reset, str) else reset
+        self.call = deadlines.call
+        self.is_learning = bool(self._finds)
+        self._slowest = {"step": 0.0, "reset": 0.0}
+        self._resets_in_steps = resets_in_steps
+        self.learn(0, 0)
+
+    def finds(self, name: str) -> bool:
+        """Tell whether the deadline of ``"step"`` or ``"reset"`` is ``"auto"``."""
+        return name in self._finds
+
+    def note(self, name: str, seconds: float) -> bool:
+        """Note how long an env has taken for a step or a reset; return whether none took longer before."""
+        if seconds <= self._slowest.get(name, inf):
+            return False
+        self._slowest[name] = seconds
+        return True
+
+    def learn(self, steps: int, resets: int) -> None:
+        """Find the deadlines, once there were so many steps and resets."""
+        step, reset = self._slowest["step"], self._slowest["reset"]
+        if self._resets_in_steps:
+            step = reset = max(step, reset)
+        if "step" in self._finds and steps >= STEPS:
+            self.step = max(LEAST, MULTIPLE * step)
+        if "reset" in self._finds and resets >= RESETS:
+            self.reset = max(LEAST, MULTIPLE * reset)
 
 
 class Pending:
@@ -156,7 +210,7 @@ class Pending:
     def brief(self, request: Request | None, number: int) -> float:
         """Return for how many seconds a request may be waited for before its deadline, ``"auto"``, is looked at."""
         is_own = self.until is not None and not self._is_found(request, number)
-        return deadlines.BRIEF * deadlines.LEAST if self._limits.is_learning and not is_own else 0.0
+        return BRIEF * LEAST if self._limits.is_learning and not is_own else 0.0
 
     def find_limit(self, request: Request | None) -> None:
         """Give a request that had no deadline when it was asked the one that is known now."""

@@ -6,6 +6,7 @@ with what the caller saw, slot by slot.
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import time
@@ -18,21 +19,22 @@ from typing import Any, Protocol
 
 from multienv._engine import interrupts
 from multienv._engine.processes.channel import Channel, Gone
-from multienv._engine.recovery.code import BatchCode
 from multienv._engine.recovery.journal import UNKNOWN, Plan
-from multienv._engine.recovery.policy import LONGEST_BACKOFF, Losses, RecoveryProgress, RestartBudget
 from multienv._engine.recovery.state_machine import LOSSES, POISON_AFTER
-from multienv._engine.recovery.turns import Turns
 from multienv._engine.recovery.verification import differences, is_comparable
 from multienv._engine.recovery.way_back import (
+    LONGEST_BACKOFF,
     CameBack,
     Died,
     Failed,
     GiveUp,
+    Losses,
     NewEnvs,
     NewestSnapshot,
     NothingBuilt,
+    RecoveryProgress,
     Replayed,
+    RestartBudget,
     Source,
     TakeOver,
     Try,
@@ -43,6 +45,7 @@ from multienv._engine.recovery.way_back import (
 )
 from multienv._engine.reports.texts import counted
 from multienv._engine.sometimes import sometimes
+from multienv._engine.threads import Lock
 from multienv._engine.wire.banks import FAILED, HEAD, MESSAGE, U32, split_entries
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Illegible
@@ -62,6 +65,8 @@ from multienv._engine.wire.segment import LOSS_SECONDS, REPLAYING, RESTARTS, SLO
 from multienv._engine.worker.source_files import changed_file
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import NoCapacityError, ResultNotPicklableError
+
+logger = logging.getLogger("multienv")
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
@@ -166,6 +171,62 @@ class Revived:
     def plan(self) -> Plan | None:
         """Return the replay that brought them back; ``None``: there was none."""
         return self.source.plan if isinstance(self.source, Replayed) else None
+
+
+class BatchCode:
+    """Keeps one copy of the list of files, which is long, and has each changed file told once.
+
+    Attributes:
+        builds_alone: An env could not be built beside the one that it was to replace, which holds a port or a lock.
+    """
+
+    def __init__(self) -> None:
+        self.builds_alone = False
+        self._first = b""
+        self._told: set[str] = set()
+
+    def shared(self, files: bytes) -> bytes:
+        """Return an equal list that another worker keeps, if there is one."""
+        self._first = self._first or files
+        return self._first if files == self._first else files
+
+    def tell(self, file: str) -> None:
+        """Log that a file has changed, the first time."""
+        if file not in self._told:
+            self._told.add(file)
+            logger.warning(
+                "%s has changed since the running envs imported it, and a new process imports it as it is now. A "
+                "replay there counts as replayed, not as exact, even if all compares equal; "
+                "RestartPolicy(accept='exact') does not take it.",
+                file,
+            )
+
+
+class Turns:
+    """Bounds how many workers build their envs at the same time.
+
+    A turn is taken by name, and taking it again does nothing. So an interruption right after that costs no turn.
+
+    Args:
+        most: How many may build at the same time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._building: set[object] = set()
+        self._lock = Lock()
+
+    def take(self, name: object) -> bool:
+        """Take a turn if there is one, and tell whether there is; it lasts until :meth:`give_back`."""
+        with self._lock:
+            if name not in self._building and len(self._building) >= self.most:
+                return False
+            self._building.add(name)
+            return True
+
+    def give_back(self, name: object) -> None:
+        """End a turn; does nothing if it was not taken."""
+        self._building.discard(name)
 
 
 class Recoverer:

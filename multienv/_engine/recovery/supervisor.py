@@ -33,7 +33,6 @@ from multienv._engine.processes.channel import Channel, Gone, SystemErrors
 from multienv._engine.processes.endings import SOON, Closing, let_go
 from multienv._engine.recovery import checkpoint
 from multienv._engine.recovery.answers import Answers, Read
-from multienv._engine.recovery.deadlines import RequestDeadlines
 from multienv._engine.recovery.hot_path import (
     BEGINS,
     EPISODE_OVER,
@@ -52,7 +51,7 @@ from multienv._engine.recovery.hot_path import (
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery, slot_to_blame, useful_snapshot
 from multienv._engine.recovery.maintenance import Maintenance
-from multienv._engine.recovery.pending import Pending, request_of
+from multienv._engine.recovery.pending import Pending, RequestDeadlines, request_of
 from multienv._engine.recovery.position import Position, Starts
 from multienv._engine.recovery.recoverer import (
     BudgetSpentError,
