@@ -14,10 +14,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "stories.py"
 MOST_FILES = {
     "SubprocessEnv.step": 8,
     "SubprocessVectorEnv.step": 8,
-    "reset": 20,
-    "a death": 33,
-    "load_state_dict": 29,
-    "restore": 24,
+    "reset": 17,
+    "a death": 30,
+    "load_state_dict": 23,
+    "restore": 19,
     "recv(4)": 10,
     "MultiEnv.step with an autoreset": 14,
 }

@@ -21,6 +21,7 @@ What the journal holds is therefore bounded by the length of episodes, not by th
 from __future__ import annotations
 
 import logging
+import sys
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import HEAD, OVERHEAD
 from multienv._engine.wire.messages import Replay, ReplayStart
+from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT
 from multienv.config import RestartPolicy
 
 logger = logging.getLogger("multienv")
@@ -392,6 +394,14 @@ class Journal:
         return tuple(self._kept_calls.values())
 
     # --- limits -----------------------------------------------------------------------------------
+
+    def apply_limits(self, seconds: float, words: Any) -> None:
+        """Forget what no recovery needs any more by its policy; ``words``: of the segment of the present process."""
+        if self.recording:
+            policy = self._policy
+            limit, longest = policy.journal_limit * self.slots, policy.replay_limit * self.slots
+            forks = policy.snapshots and policy.replays and sys.platform == "linux" and not words[OBSTACLE]
+            self.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
 
     def trim(self, limit: int, seconds: float, longest: float, snapshot: int, *, forks: bool = False) -> None:
         """Forget the entries and starts that no recovery needs any more.

@@ -159,8 +159,7 @@ class Pending:
 
     def begin_step(self) -> None:
         """Hold a step, which lies in its bank."""
-        self.message, self.payload, self.limit, self._saved = None, b"", self.step_limit, None
-        self.arm()
+        self.begin(None, b"", self.step_limit)
 
     def begin_step_aside(self, number: int, action: Any, codec: Codec) -> None:
         """Hold a step for a process that is not there yet."""
@@ -171,9 +170,10 @@ class Pending:
         self.begin_step()
         self._saved = (number, *_step_in(aside, number))
 
-    def begin(self, message: Message, payload: bytes, limit: float | None) -> None:
-        """Hold a request that is not a step."""
-        self.message, self.payload, self._saved, self.limit = message, payload, None, limit
+    def begin(self, message: Message | None, payload: bytes, limit: float | None) -> None:
+        """Hold a request that is not a step, and forget the one before: after a restore it may have the same number."""
+        self.message, self.payload, self.limit = message, payload, limit
+        self._saved, self._own, self._excused = None, 0, None
         self.arm()
 
     def arm(self) -> None:
@@ -243,17 +243,12 @@ class Pending:
 
     # --- another process --------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Forget the request, which is answered: after a restore, another request may have its number."""
-        self._saved, self._silence, self._mark = None, (0, inf), (0, None, inf, inf)
-        self._waited, self._own, self._excused = (0, inf), 0, None
-
     def save(self, segment: Segment, number: int) -> None:
         """Copy a step out of the bank of a lost process, for the next process."""
         if self._saved is None or self._saved[0] != number:
             self._saved = (number, *_step_in(segment, number))
 
-    def put(self, segment: Segment, number: int) -> None:
+    def _put(self, segment: Segment, number: int) -> None:
         """Write a saved step into the segment of another process."""
         if self._saved is not None and self._saved[0] == number:
             sometimes("a step is asked of another process")
@@ -274,6 +269,7 @@ class Pending:
         segment = channel.segment
         if segment.words[REQUEST] != number:
             self.arm()
+            self._put(segment, number)
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
             alone = request.left_alone

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multienv._engine.interrupts import runs_user_code
-from multienv._engine.processes.channel import Gone
+from multienv._engine.processes.channel import Channel, Gone
 from multienv._engine.recovery import state_machine
 from multienv._engine.recovery.journal import replays_of
 from multienv._engine.recovery.position import Position
@@ -23,7 +23,9 @@ from multienv._engine.reports.crash import Case, CrashReports
 from multienv._engine.reports.texts import env_error, lost_error, named, outcome_text, what_happened
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import Description, Failure
+from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT_SECONDS, SNAPSHOTS, STEP_SECONDS
 from multienv._engine.wire.shared_pickle import SharedPickle
+from multienv._engine.worker.census import OBSTACLES
 from multienv.errors import UsageError, WorkerLostError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
 
@@ -346,10 +348,15 @@ class Reporter:
         """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
         call_hooks(self.events)
 
-    def statistics(self, **others: Any) -> Statistics:
-        """Return the counters at this moment, with ``others``."""
+    def statistics(self, channel: Channel | None, **others: Any) -> Statistics:
+        """Return the counters at this moment, with ``others``; ``channel``: to the present process, or the last one."""
+        words, times = (None, None) if channel is None else (channel.segment.words, channel.segment.times)
         return Statistics(
             **others,
+            step_seconds=times[STEP_SECONDS] or None if times else None,
+            snapshots=words[SNAPSHOTS] if words else 0,
+            no_snapshots=OBSTACLES[words[OBSTACLE]] if words else "",
+            snapshot_seconds=times[SNAPSHOT_SECONDS] or None if times else None,
             steps=self._position.steps,
             episodes=self._position.episodes,
             losses=self._losses,

@@ -33,21 +33,7 @@ from multienv._engine.processes.channel import Channel, Gone, SystemErrors
 from multienv._engine.processes.endings import SOON, Closing, let_go
 from multienv._engine.recovery import checkpoint
 from multienv._engine.recovery.answers import Answers, Read
-from multienv._engine.recovery.hot_path import (
-    BEGINS,
-    EPISODE_OVER,
-    MISSING,
-    RESETTING,
-    RESETTING_ASYNC,
-    SAMPLE,
-    STEPPING,
-    STEPPING_ASYNC,
-    ask,
-    buffers_of,
-    interned,
-    is_asked_plainly,
-    take,
-)
+from multienv._engine.recovery.hot_path import BEGINS, MISSING, SAMPLE, ask, buffers_of, take
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery, slot_to_blame, useful_snapshot
 from multienv._engine.recovery.maintenance import Maintenance
@@ -65,6 +51,12 @@ from multienv._engine.recovery.replacement import Replacement
 from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.rollouts import RolloutReader
 from multienv._engine.recovery.state_machine import (
+    ASKED_PLAINLY,
+    EPISODE_OVER,
+    RESETTING,
+    RESETTING_ASYNC,
+    STEPPING,
+    STEPPING_ASYNC,
     Asked,
     BudgetSpent,
     BuildFailed,
@@ -107,7 +99,7 @@ from multienv._engine.wire.messages import (
     call_user_code,
     pack_message,
 )
-from multienv._engine.wire.segment import ASKED, REQUEST
+from multienv._engine.wire.segment import ASKED, LOSS_SECONDS, REQUEST
 from multienv._engine.worker.starts import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import ClosedError, MultienvError, UsageError, WaitTimeout
@@ -325,7 +317,7 @@ class Supervisor:
         """
         with self.lock:
             answers: list[Any] = [MISSING]
-            if timeout is None and is_asked_plainly(self.state) and not take((self,), (0,), answers, self.state):
+            if timeout is None and self.state in ASKED_PLAINLY and not take((self,), (0,), answers, self.state):
                 return answers[0]
             return self._carry_out(timeout, recover)
 
@@ -383,6 +375,7 @@ class Supervisor:
             self._replace_if_due(resetting=False)
         number = self.position.number + 1
         if self.state.process is Process.READY:
+            self._make_buffers()
             self.buffers.encode(number, action)
             self.pending.begin_step()
         else:
@@ -421,7 +414,15 @@ class Supervisor:
             if self.state.process is Process.READY:
                 self._publish()
 
+    def _make_buffers(self) -> None:
+        """Make what the hot path touches of the present process, for the first request to it."""
+        if self.buffers is None:
+            assert self.channel is not None
+            assert self.codec is not None
+            self.buffers = buffers_of(self, self.channel, self.codec)
+
     def _publish(self) -> None:
+        self._make_buffers()
         assert self.channel is not None
         self.pending.publish(self.channel, self.position.number + 1, self.state, self._slots_beginning(self.state))
 
@@ -447,7 +448,7 @@ class Supervisor:
             error = self.loss_recovery.error(instruction, state, self.policy)
             self._store(state, error, self.position.number + 2)
         else:
-            self.set_state(state)
+            self.state = state
         return instruction
 
     def _carry_out(self, timeout: float | None, recover: bool) -> Any:
@@ -474,7 +475,6 @@ class Supervisor:
         if instruction is Instruction.NOTHING:
             return None
         self.loss_recovery = None
-        self.pending.forget()
         if isinstance(self.last_answer, BaseException):
             raise self.last_answer
         return self.last_answer
@@ -666,7 +666,7 @@ class Supervisor:
 
         The last line calls nothing: a signal handler runs before it, or after it.
         """
-        at, state = self.position, interned(state)
+        at = self.position
         seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
         self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
 
@@ -803,8 +803,7 @@ class Supervisor:
 
     def take_over(self, revived: Revived) -> None:
         """Go on with a process in which the envs are back, and end the one before. Every way back ends here."""
-        position, codec, channel, old = self.position, self.codec, revived.channel, self.channel
-        assert codec is not None
+        position, channel, old = self.position, revived.channel, self.channel
         position.build, source, journal = revived.build, revived.source, position.journal
         if isinstance(source, NewEnvs):
             journal.begin(position.number, source.calls)
@@ -813,14 +812,14 @@ class Supervisor:
             journal.lose(revived.mismatches)
         if channel.code:
             position.build = replace(position.build, code=self.recoverer.code.shared(channel.code))
-        segment, buffers = channel.segment, buffers_of(self, channel, codec)
-        if self.segment is not None:
-            position.show(segment, position.shown(self.segment))
+        segment = channel.segment
+        position.move_to(segment, self.segment)
         self.answers.started, self._long_past = 0, False
-        self.pending.put(segment, position.number + 1)
-        self.channel, self.segment, self.buffers = channel, segment, buffers
+        self.channel, self.segment, self.buffers = channel, segment, None  # made for the first request
         self.recoverer.handed_over()
-        self.maintenance.begin(channel, revived.progress.replayed, is_over=self.is_between_episodes())
+        maintenance = self.maintenance
+        if maintenance.recycling.wanted or maintenance.needs_rebuild:  # else there is nothing to begin anew
+            maintenance.begin(revived.progress.replayed, is_over=self.is_between_episodes())
         channel.prefer(self.core, sharing=self._sharing)
         channel.envs, channel.patience = self._envs, self.deadlines.close
         if old is not None and old is not channel:
@@ -867,9 +866,14 @@ class Supervisor:
             self._kept.free_dropped()
         channel, position = self.channel, self.position
         if channel is not None:
-            position.seconds += self.maintenance.count_time(channel, self.recoverer.losses)
+            losses = self.recoverer.losses
+            losses.seconds += position.count_time(channel.segment)
+            if losses.count:
+                channel.segment.times[LOSS_SECONDS] = losses.mean
             position.note_starts(starts)
-            self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
+            position.journal.apply_limits(position.seconds, channel.segment.words)
+            if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:
+                self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
             self.pending.learn()
 
     def may_begin_anew(self, *, resetting: bool) -> bool:
@@ -910,7 +914,7 @@ class Supervisor:
         self.refuse_if_closed("step", revived.channel)
         self.mark_lost()
         self.take_over(revived)
-        self.set_state(before)
+        self.state = before
         plan.tell(revived.source)
 
     def _replace_if_due(self, *, resetting: bool) -> None:
@@ -979,13 +983,11 @@ class Supervisor:
         self.give_up()
         spaces = position.spaces
         position.load(where)
-        self.maintenance.moved()
-        self.pending.forget()
         self.take_over(revived)
         position.show(revived.channel.segment, where["shown"])
         if position.spaces != spaces:
             self._set_spaces(position.spaces)
-        self.set_state(checkpoint.state_at(where))
+        self.state = checkpoint.state_at(where)
 
     @interrupts.shielded
     def ask_aside(self, message: Message) -> Any:
@@ -1009,7 +1011,7 @@ class Supervisor:
                 if instruction is not Instruction.RECOVER:
                     raise self.last_answer from None
             else:
-                self.set_state(before)
+                self.state = before
                 return answer
 
     def count_as_lost(self, *, keeps_request: bool) -> None:
@@ -1027,11 +1029,7 @@ class Supervisor:
     def mark_lost(self) -> None:
         """Commit, for a while, the state of a worker whose envs are recovered next: an exception leaves it so."""
         self.loss_recovery = None
-        self.set_state(decide(self.state, Interrupted(), self.rules)[0])
-
-    def set_state(self, state: State) -> None:
-        """Commit a state that no event leads to: for a while another one, or that from before."""
-        self.state = interned(state)
+        self.state = decide(self.state, Interrupted(), self.rules)[0]
 
     # --- wrong calls ------------------------------------------------------------------------------
 
@@ -1155,11 +1153,11 @@ class Supervisor:
         if alive is not None and alive.has_ended():
             alive = None
         return self.reporter.statistics(
+            channel,
             state=name_of(state, started=self.description is not None),
             pid=None if alive is None else alive.pid,
             rss=None if alive is None else alive.memory(),
             restarts=self.recoverer.restarts,
-            **self.maintenance.statistics(channel),
         )
 
 
