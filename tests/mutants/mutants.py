@@ -292,8 +292,8 @@ MUTANTS = [
         "A woken snapshot leaves out the first request that came after it was taken.",
         2,
         "recoverer:Recoverer.copy_of",
-        "plan = None if number is None else self._since(number)",
-        "plan = None if number is None else self._since(number + 1)",
+        "plan = None if number is None else self._journal.since(number)",
+        "plan = None if number is None else self._journal.since(number + 1)",
         _of(3),
     ),
     Mutant(

@@ -38,7 +38,7 @@ def test_an_interrupted_recovery_is_charged_once_and_has_its_whole_time_when_it_
 ):
     now = [100.0]
     monkeypatch.setattr(recoverer_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pytest.fail))
-    recoverer = Recoverer(None, RestartPolicy(max_restarts=1), Deadlines(recovery=20.0), print, print, print)  # type: ignore[arg-type]
+    recoverer = Recoverer(None, RestartPolicy(max_restarts=1), Deadlines(recovery=20.0), None, print, str)  # type: ignore[arg-type]
     progress = recoverer.begin()
     for _ in range(3):
         recoverer.admit(progress, answered=0)

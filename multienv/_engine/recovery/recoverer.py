@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from multienv._engine import interrupts
 from multienv._engine.processes.channel import Channel, Gone
-from multienv._engine.recovery.journal import UNKNOWN, Plan
+from multienv._engine.recovery.journal import UNKNOWN, Journal, Plan
 from multienv._engine.recovery.state_machine import LOSSES, POISON_AFTER
 from multienv._engine.recovery.verification import differences, is_comparable
 from multienv._engine.recovery.way_back import (
@@ -235,9 +235,9 @@ class Recoverer:
     Args:
         launcher: Where processes come from.
         policy, deadlines: The limits.
+        journal: Of the worker.
         tell: Logs what a recovery that takes long is doing.
-        strayed: Called with a slot, and the difference, if a replay from a reset differs from what the caller saw.
-        since: Returns what came after the request with this number; ``None``: that is not all known.
+        env_in: Names the env in a slot.
 
     Attributes:
         description: Of the envs; known once they were built.
@@ -254,9 +254,9 @@ class Recoverer:
         launcher: Launcher,
         policy: RestartPolicy,
         deadlines: Deadlines,
+        journal: Journal,
         tell: Callable[[str, RecoveryProgress], object],
-        strayed: Callable[[int, str], object],
-        since: Callable[[int], Plan | None],
+        env_in: Callable[[int], str],
     ) -> None:
         self.description: Description | None = None
         self.codec: Codec | None = None
@@ -268,7 +268,7 @@ class Recoverer:
         self._launcher = launcher
         self._policy = policy
         self._deadlines = deadlines
-        self._tell, self._strayed, self._since = tell, strayed, since
+        self._journal, self._tell, self._env_in = journal, tell, env_in
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
         self._current: Channel | None = None  # being started; the worker does not own it yet
@@ -372,14 +372,19 @@ class Recoverer:
 
     # --- building -----------------------------------------------------------------------------------
 
-    def launch(self, build: Build, *, replacement: bool = False, lost: Collection[int] = ()) -> tuple[Channel, int]:
+    def launch(
+        self, build: Build, progress: RecoveryProgress, *, replacement: bool = False, lost: Collection[int] = ()
+    ) -> tuple[Channel, int]:
         """Launch a process and ask it to build the envs; return its channel and the number of that request.
 
         Args:
             build: That request.
+            progress: Counts the process.
             replacement: It takes the place of another one.
             lost: Slots whose generators are not restored: they would repeat draws that the caller has seen.
         """
+        progress.attempts += 1
+        self.restarts += not progress.planned
         channel = self._current = self._launcher.start()
         if self._closed:
             channel.kill()
@@ -452,6 +457,7 @@ class Recoverer:
         """Release the process that was being started when an interruption came; this recoverer is not used any more."""
         current, self._current = self._current, None
         if current is not None:
+            current.kill()
             current.release()
         self._launcher.close()
 
@@ -469,9 +475,10 @@ class Recoverer:
         return progress
 
     def begin_after(self, kind: Hashable, before: RecoveryProgress | None) -> RecoveryProgress:
-        """Return the progress of the recovery from a loss of this kind; see :meth:`Losses.begin` for ``before``."""
+        """Return the progress of the recovery from a loss; see :meth:`Losses.begin`; ``kind`` ``None``: of a build."""
         progress, limit = self.begin(), self._deadlines.recovery
-        self.losses.begin(progress, before, kind, math.inf if limit is None else limit)
+        if kind is not None:
+            self.losses.begin(progress, before, kind, math.inf if limit is None else limit)
         return progress
 
     def arm(self, progress: RecoveryProgress) -> None:
@@ -668,7 +675,7 @@ class Recoverer:
 
     def copy_of(self, channel: Channel, number: int | None) -> NewestSnapshot | None:
         """Return the copy that a lost process has left, as a source; ``None``: there is none that leads on."""
-        plan = None if number is None else self._since(number)
+        plan = None if number is None else self._journal.since(number)
         return None if plan is None or number is None else NewestSnapshot(channel, number, plan)
 
     def restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int] = ()) -> Channel:
@@ -729,10 +736,8 @@ class Recoverer:
         deaths = Counter[bool]()
         while True:
             self._check_time(progress)
-            progress.attempts += 1
-            self.restarts += not progress.planned
             try:
-                channel, number = self.launch(build, replacement=True, lost=lost)
+                channel, number = self.launch(build, progress, replacement=True, lost=lost)
             except NoCapacityError as error:
                 raise NotBuilt(str(error)) from error.with_traceback(None)
             try:
@@ -770,7 +775,9 @@ class Recoverer:
         found = differences(plan.entries, answered, codec.layout, verbatim=codec.verbatim, starts=starts)
         for slot in plan.resets:
             if slot in found and is_comparable(found[slot]):
-                self._strayed(slot, found[slot])
+                env = self._env_in(slot)
+                spec = None if self.description is None else self.description.spec
+                self._journal.memory.note(env if spec is None else f"{spec.id} ({env})", found[slot])
         differ = {slot: f"the replay does not match what was seen: {what}" for slot, what in found.items()}
         return {**differ, **plan.missing}
 

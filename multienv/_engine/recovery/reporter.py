@@ -21,6 +21,7 @@ from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.way_back import RecoveryProgress
 from multienv._engine.reports.crash import Case, CrashReports
 from multienv._engine.reports.texts import env_error, lost_error, named, outcome_text, what_happened
+from multienv._engine.threads import beside
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import Description, Failure
 from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT_SECONDS, SNAPSHOTS, STEP_SECONDS
@@ -33,6 +34,8 @@ logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
 # How many events of a worker are kept for crash reports.
 _PATH = 50
+# Seconds that the end of a worker waits for the log to take its warnings.
+_LOG_WITHIN = 0.5
 # Seconds between two lines of the log about losses of one kind.
 PERIOD = 60.0
 
@@ -98,6 +101,7 @@ class Reporter:
         reports: Where crash reports are written; ``None``: nowhere.
 
     Attributes:
+        description, codec: Of the envs; ``None``: they were never built.
         asked: Seeds of the reset that was asked for last, answered or not.
         events: Hooks, each with an event that it has not been called with yet. Several fan-outs read it, so it is never
             replaced.
@@ -107,6 +111,8 @@ class Reporter:
     def __init__(self, position: Position, index: int | None, hooks: tuple[Hook, ...], reports: Path | None) -> None:
         self._position, self.index = position, index
         self.reports = CrashReports(reports, index)
+        self.description: Description | None = None
+        self.codec: Codec | None = None
         self.asked: Sequence[int | None] = ()
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
@@ -189,13 +195,11 @@ class Reporter:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def _case(
-        self, pending: bytes, deadline: float | None, description: Description | None, codec: Codec | None
-    ) -> Case | None:
+    def _case(self, pending: bytes, deadline: float | None) -> Case | None:
         """Return the data for a crash report; ``None`` if no reports are wanted."""
         if not self.reports.wanted:
             return None
-        journal, build = self._position.journal, self._position.build
+        journal, build, codec = self._position.journal, self._position.build, self.codec
         known = journal.recording and codec is not None
         packed = build.env_fns
         if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
@@ -205,22 +209,13 @@ class Reporter:
             size=len(journal) if known else 0,
             pending=pending,
             build=replace(build, env_fns=packed, code=b""),
-            description=description,
+            description=self.description,
             deadline=deadline,
             layout=None if codec is None else codec.layout,
             path=tuple(state_machine.line_of(event, after) for event, after in tuple(self.path)),
         )
 
-    def loss(
-        self,
-        gone: Gone,
-        command: str,
-        slot: int,
-        limit: float | None,
-        description: Description | None,
-        codec: Codec | None,
-        pending: bytes = b"",
-    ) -> Loss:
+    def loss(self, gone: Gone, command: str, slot: int, limit: float | None, pending: bytes = b"") -> Loss:
         """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`recovery`.
 
         Args:
@@ -228,8 +223,6 @@ class Reporter:
             command: What the caller had called.
             slot: The slot whose env the process was executing; -1: none, or not known.
             limit: The deadline of the request, seconds.
-            description: Of the envs; ``None``: they were never built.
-            codec: Of the envs; ``None`` in the same case.
             pending: The entry of the request in which the process was lost, for a crash report.
         """
         fate = gone.fate
@@ -245,12 +238,12 @@ class Reporter:
             stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail and gone.cause != "died" else ""),
             deadline=limit if gone.cause == "hung" else None,
             detail=gone.detail,
-            idle=codec is not None and gone.number == 0 and gone.cause != "broken" and fate.code is not None,
+            idle=self.codec is not None and gone.number == 0 and gone.cause != "broken" and fate.code is not None,
             envs=self.envs,
             seeds=tuple(self.seed_of(slot, command) for slot in range(self._slots)),
         )
         self._lost_in = self._position.number
-        self.reports.open(loss, self._case(pending, limit, description, codec))
+        self.reports.open(loss, self._case(pending, limit))
         logger.info("%s", what_happened(loss))
         self._losses += 1
         self.last_loss = loss
@@ -336,10 +329,12 @@ class Reporter:
             logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
         self.events += self._for_hooks(Recycled(self.index, why, outcome, reason, progress.replayed, seconds))
 
-    def unlogged(self) -> list[str]:
-        """Return a line for each kind of loss of which some are not in the log yet; they then count as logged."""
+    def log_rest(self) -> None:
+        """Log a line for each kind of loss of which some are not in the log yet; waits only shortly for the log."""
         self._log()
-        return self._repeats.rest(time.monotonic())
+        lines = self._repeats.rest(time.monotonic())
+        if lines:
+            beside(partial(_warn, lines), _LOG_WITHIN)
 
     def _for_hooks(self, event: Event) -> list[tuple[Hook, Event]]:
         return [(hook, event) for hook in self._hooks]
@@ -373,6 +368,11 @@ class Reporter:
             last_loss=self.last_loss,
             last_recovery=self.last_recovery,
         )
+
+
+def _warn(lines: list[str]) -> None:
+    for line in lines:
+        logger.warning("%s", line)
 
 
 @runs_user_code

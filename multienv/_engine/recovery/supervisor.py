@@ -84,7 +84,7 @@ from multienv._engine.recovery.state_machine import (
 )
 from multienv._engine.recovery.way_back import NewEnvs, Replayed, sources_of_new_envs
 from multienv._engine.sometimes import sometimes
-from multienv._engine.threads import Lock, beside
+from multienv._engine.threads import Lock
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Illegible
 from multienv._engine.wire.messages import (
@@ -103,7 +103,7 @@ from multienv._engine.wire.segment import ASKED, LOSS_SECONDS, REQUEST
 from multienv._engine.worker.starts import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import ClosedError, MultienvError, UsageError, WaitTimeout
-from multienv.events import Hook, Loss, Statistics
+from multienv.events import Hook, Statistics
 
 logger = logging.getLogger("multienv")
 
@@ -124,7 +124,7 @@ _supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 def _refuse_in_child() -> None:
     """In a forked child of the trainer: no step gets past the first branch, which says whose the env is."""
     for supervisor in list(_supervisors):
-        supervisor.note_closed()
+        supervisor._happen(Closed())
 
 
 if hasattr(os, "register_at_fork"):
@@ -209,9 +209,7 @@ class Supervisor:
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
-        self.recoverer = Recoverer(
-            launcher, policy, deadlines, self.reporter.recovering, self._strayed, lambda number: journal.since(number)
-        )
+        self.recoverer = Recoverer(launcher, policy, deadlines, journal, self.reporter.recovering, self.reporter.env_in)
         self.closing = Closing(self.recoverer.ask_to_close, deadlines.close)
         self.channel: Channel | None = None
         self.loss_recovery: LossRecovery | None = None
@@ -228,11 +226,6 @@ class Supervisor:
         self.buffers: Any = None  # StepBuffers
         _supervisors.add(self)
 
-    @property
-    def description(self) -> Description | None:
-        """Return what the envs are, once they were built."""
-        return self.recoverer.description
-
     def share_memory(self, other: Supervisor) -> None:
         """Share with the first worker of the batch what is known of the env: memory across resets, code, losses."""
         self.position.journal.memory = other.position.journal.memory
@@ -244,7 +237,7 @@ class Supervisor:
         """Launch the process and ask it to build the envs; does not wait. Again does nothing."""
         with self.lock:
             self._refuse_if_unusable("start")
-            if self.state.process is Process.NONE and self.description is None:
+            if self.state.process is Process.NONE and self.codec is None:
                 interrupts.users.add(self)
                 interrupts.take_over()
                 self._launch()
@@ -253,26 +246,23 @@ class Supervisor:
         """Wait until the envs are built; start first if need be. Again does nothing."""
         with self.lock:
             self._refuse_if_unusable("initialize")
-            if self.description is None or self.state.process is Process.BUILDING:
+            if self.codec is None:
                 check_seconds("timeout", timeout, zero=True)
                 self.start()
                 self._carry_out(timeout, recover=True)
-            assert self.description is not None
-            return self.description
+            assert self.recoverer.description is not None
+            return self.recoverer.description
 
     def _launch(self) -> Instruction:
         """Launch the first process and ask it to build the envs; one that replaces a lost one is charged."""
         loss_recovery = self.loss_recovery
-        if loss_recovery is not None:
-            progress = loss_recovery.progress
-            progress.begins_at = None  # each of these deaths is charged
-            try:
-                self.recoverer.admit(progress, self.position.steps)
-            except (BudgetSpentError, Unrecoverable):
-                return self._spend_budget(loss_recovery)
-            progress.attempts += 1
-            self.recoverer.restarts += 1
-        self.channel, self._building = self.recoverer.launch(self.position.build)
+        progress = self.recoverer.begin(planned=True) if loss_recovery is None else loss_recovery.progress
+        try:
+            self.recoverer.admit(progress, self.position.steps)
+            self.channel, self._building = self.recoverer.launch(self.position.build, progress)
+        except (BudgetSpentError, Unrecoverable):
+            self._refuse_if_unusable("initialize")
+            return self._spend_budget()
         self.recoverer.handed_over()
         self.pending.bound(self.deadlines.start)
         return self._happen(Launched())
@@ -458,7 +448,7 @@ class Supervisor:
         self._refuse_if_unusable("collect")
         until = None if timeout is None else time.monotonic() + timeout
         instruction, request = instruction_of(self.state, self.rules), self.state.request
-        if instruction is Instruction.NOTHING and self.description is None:
+        if instruction is Instruction.NOTHING and self.codec is None:
             instruction = Instruction.LAUNCH  # initialize() whose first process was lost
         elif instruction is Instruction.NOTHING:
             raise NoAsyncCallError("There is no request whose answer could be collected.", "collect")
@@ -501,16 +491,24 @@ class Supervisor:
         request, channel, number = self.state.request, self.channel, self.position.number + 1
         assert channel is not None
         slots, before, losses = self.rules.slots, self.loss_recovery, self.state.losses
-        slot = slot_to_blame(gone, request, number, slots)
+        is_first = self.state.process is Process.BUILDING
+        slot = -1 if is_first else slot_to_blame(gone, request, number, slots)
         if request is not None and request.is_plain_step:
             self.pending.save(channel.segment, number)
         self.position.journal.cut(number - 1)
         # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
         earlier = before.progress if before is not None and losses else None
-        progress = self.recoverer.begin_after((gone.cause, gone.fate.code), earlier)
+        kind = None if is_first else (gone.cause, gone.fate.code)
+        progress = self.recoverer.begin_after(kind, earlier)
         least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
         long_past = self._long_past and losses >= least
-        loss = self._loss_of(gone, "snapshot" if request is None else request.name, slot if slot < slots else -1)
+        command, blamed = "snapshot" if request is None else request.name, slot if slot < slots else -1
+        if is_first:
+            command, blamed = "initialize", gone.slot
+        entry = b""
+        if request is not None and self.codec is not None and self.reporter.reports.wanted:
+            entry = self.pending.entry(channel.segment, number, request, self.codec.layout)
+        loss = self.reporter.loss(gone, command, blamed, self.pending.limit, entry)
         snapshot = useful_snapshot(gone, channel, number - 1)
         loss_recovery = LossRecovery(channel, snapshot, loss, progress, self.reporter, long_past=long_past)
         self.loss_recovery = loss_recovery
@@ -521,20 +519,13 @@ class Supervisor:
             logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
             self.drop()
-            loss_recovery.tell_dropped(instruction, self.state, self._slots_beginning(self.state))
+            if instruction is not Instruction.LAUNCH or not is_first:
+                loss_recovery.tell_dropped(instruction, self.state, self._slots_beginning(self.state))
         return instruction
-
-    def _loss_of(self, gone: Gone, command: str, slot: int) -> Loss:
-        """Record a loss."""
-        request, pending, entry = self.state.request, self.pending, b""
-        if request is not None and self.codec is not None and self.reporter.reports.wanted:
-            assert self.channel is not None
-            entry = pending.entry(self.channel.segment, self.position.number + 1, request, self.codec.layout)
-        return self.reporter.loss(gone, command, slot, pending.limit, self.description, self.codec, entry)
 
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that cannot be recovered."""
-        if self.description is None:
+        if self.codec is None:
             return self._launch()
         journal, build = self.position.journal, self.position.build.anew()
         self.position.build = build  # first: another try draws other numbers
@@ -553,49 +544,27 @@ class Supervisor:
 
     def _do_await_build(self, until: float | None) -> Instruction:
         """Wait until the envs are built for the first time."""
-        outcome = self._build_outcome(until)
+        assert self.channel is not None
+        error = None  # raised below: its traceback must not keep the segment mapped as long as the caller keeps it
+        try:
+            if not self._await(self._building, until):
+                raise WaitTimeout("initialize() has not answered in time. It is still running: wait again, or close().")
+            self.recoverer.await_build(self.position.build, self.channel, self._building, self.pending.until)
+        except Gone as gone:
+            self._refuse_if_unusable("initialize")
+            return self._lose(gone)
+        except RequestFailedError as failed:
+            error = self.reporter.error_of(-1, failed.failure, "initialize")
         self._refuse_if_unusable("initialize")
-        if outcome is None:
-            raise WaitTimeout("initialize() has not answered in time. It is still running: wait again, or close().")
-        if isinstance(outcome, Exception):
+        if error is not None:
             self.drop()
             self._happen(BuildFailed())
-            raise outcome
-        if isinstance(outcome, Lost):
-            instruction = self._happen(outcome)
-            self.drop()
-            if instruction is Instruction.RAISE_LOST:
-                assert self.loss_recovery is not None
-                self.loss_recovery.tell("raised")
-            return instruction
+            raise error
         if self.loss_recovery is not None:
             self.loss_recovery.tell("exact")
             self.loss_recovery = None
-        self._lay_out()
-        assert self.channel is not None
         self.take_over(Revived(self.channel, NewEnvs(), self.position.build, {}, self.recoverer.begin(planned=True)))
-        return self._happen(outcome)
-
-    def _build_outcome(self, until: float | None) -> Event | Exception | None:
-        """Return what came of the first build; ``None``: nothing before ``until``.
-
-        An error of ``env_fn`` is returned: raised here, its traceback would keep the segment mapped as long as the
-        caller keeps it.
-        """
-        channel, pending = self.channel, self.pending
-        assert channel is not None
-        try:
-            if not pending.await_reply(channel, self._building, until, None):
-                return None
-            self.recoverer.await_build(self.position.build, channel, self._building, pending.until)
-        except RequestFailedError as failed:
-            return self.reporter.error_of(-1, failed.failure, "initialize")
-        except Gone as gone:
-            progress = self.recoverer.begin() if self.loss_recovery is None else self.loss_recovery.progress
-            loss = self._loss_of(gone, "initialize", gone.slot)
-            self.loss_recovery = LossRecovery(channel, gone.fate.snapshot, loss, progress, self.reporter)
-            return Lost(gone.cause, -1, gone.is_from_outside)
-        return Built()
+        return self._happen(Built())
 
     def _do_recover(self, until: float | None) -> Instruction:
         """Recover the envs, or end their episodes."""
@@ -608,8 +577,8 @@ class Supervisor:
         try:
             found, event = loss_recovery.recover(self.recoverer, self.position)
         except BudgetSpentError:
-            return self._spend_budget(loss_recovery)
-        self.refuse_if_closed("collect", None if found is None else found.channel)
+            return self._spend_budget()
+        self._refuse_if_unusable("collect")
         if found is None:
             self.drop()  # there may be one that an earlier try has adopted
         else:
@@ -622,17 +591,12 @@ class Supervisor:
         loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, memory, begun))
         return instruction
 
-    def _spend_budget(self, loss_recovery: LossRecovery) -> Instruction:
+    def _spend_budget(self) -> Instruction:
         """Note that no restart is left."""
-        loss_recovery.tell("raised", "the budget of restarts is spent")
+        assert self.loss_recovery is not None
+        self.loss_recovery.tell("raised", "the budget of restarts is spent")
         self.drop()
         return self._happen(BudgetSpent())
-
-    def _strayed(self, slot: int, what: str) -> None:
-        """Note that a replay of a slot from a reset differed from what the caller saw."""
-        spec = None if self.description is None else self.description.spec
-        env = self.reporter.env_in(slot)
-        self.position.journal.memory.note(env if spec is None else f"{spec.id} ({env})", what)
 
     def _do_truncate(self, until: float | None) -> Instruction:
         """End all episodes without asking a process."""
@@ -774,12 +738,10 @@ class Supervisor:
 
     def _lay_out(self) -> None:
         """Lay out what depends on the envs, once they are known."""
-        codec = self.recoverer.codec
+        codec, description = self.recoverer.codec, self.recoverer.description
         assert codec is not None
-        if self.codec is not None:
-            return
-        assert self.description is not None
-        self.position.journal.lay_out(codec.layout.end, codec.slots, self.description.seconds)
+        assert description is not None
+        self.position.journal.lay_out(codec.layout.end, codec.slots, description.seconds)
         self.rules = replace(self.rules, slots=codec.slots)
         self.answers = Answers(
             codec,
@@ -788,7 +750,8 @@ class Supervisor:
             self.reporter.truncation_info,
             self._set_spaces,
         )
-        self.codec = codec
+        self.codec = self.reporter.codec = codec
+        self.reporter.description = description
 
     def _set_spaces(self, spaces: bytes) -> None:
         """Show spaces that a single env has set, pickled; ``b""``: those that it was built with."""
@@ -803,6 +766,8 @@ class Supervisor:
 
     def take_over(self, revived: Revived) -> None:
         """Go on with a process in which the envs are back, and end the one before. Every way back ends here."""
+        if self.codec is None:
+            self._lay_out()
         position, channel, old = self.position, revived.channel, self.channel
         position.build, source, journal = revived.build, revived.source, position.journal
         if isinstance(source, NewEnvs):
@@ -911,7 +876,7 @@ class Supervisor:
             self._refuse_if_unusable("step")
             self._why_lost = plan.put_off(reason)
             return
-        self.refuse_if_closed("step", revived.channel)
+        self._refuse_if_unusable("step")
         self.mark_lost()
         self.take_over(revived)
         self.state = before
@@ -946,11 +911,7 @@ class Supervisor:
                 self.recoverer.free(token)
                 raise
             if obstacle:
-                raise UsageError(
-                    f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, pipes, "
-                    "devices, databases and shared memory do not survive a fork, and an env in the trainer (SerialEnv) "
-                    "is not forked. Nothing is lost."
-                )
+                raise checkpoint.not_forked(obstacle)
             return snapshot
 
     def restore(self, snapshot: checkpoint.Snapshot) -> None:
@@ -979,7 +940,7 @@ class Supervisor:
         """Go on where a worker stood; ``token``: of the process that was frozen there."""
         position = self.position
         revived = checkpoint.brought_back(self.recoverer, where, position, self.reporter, token)
-        self.refuse_if_closed("restore", revived.channel)
+        self._refuse_if_unusable("restore")
         self.give_up()
         spaces = position.spaces
         position.load(where)
@@ -1022,10 +983,6 @@ class Supervisor:
                     self.loss_recovery = None
                 self._happen(Interrupted(keeps_request))
 
-    def note_closed(self) -> None:
-        """Note that the worker is closed: it refuses all calls from now on."""
-        self._happen(Closed())
-
     def mark_lost(self) -> None:
         """Commit, for a while, the state of a worker whose envs are recovered next: an exception leaves it so."""
         self.loss_recovery = None
@@ -1044,13 +1001,6 @@ class Supervisor:
         if self._closed:
             self._release()
             raise ClosedError(f"{'' if name == 'collect' else name + '(): '}This env has been closed. Make a new one.")
-
-    def refuse_if_closed(self, name: str, channel: Channel | None) -> None:
-        """Raise ClosedError if close() was called meanwhile, and end the process that was to be adopted."""
-        if self._closed and channel is not None:
-            channel.kill()
-            channel.release()
-        self._refuse_if_unusable(name)
 
     def check(self, name: str, kind: Kind = Kind.CALL) -> None:
         """Raise what is wrong with calling ``name`` now, if anything is."""
@@ -1088,9 +1038,7 @@ class Supervisor:
                     self.reporter.events.append((self._let_go, None))  # when that call is done
                     return
             self._end(limit, until)  # again does nothing, unless it was interrupted
-            unlogged = self.reporter.unlogged()
-            if unlogged:
-                beside(partial(_warn, unlogged), SOON)
+            self.reporter.log_rest()
             self._release()
         finally:
             if not mine:  # whether acquire() has returned cannot be known: an interruption may come right after it
@@ -1102,7 +1050,7 @@ class Supervisor:
     def _end(self, limit: float, until: float) -> None:
         """Have a process close its envs and end, once it has answered what is pending; kill it if it does not."""
         channel, state, number = self.channel, self.state, self.position.number + 1
-        self.note_closed()
+        self._happen(Closed())
         if channel is None or state.process is Process.NONE:
             return
         try:
@@ -1134,7 +1082,7 @@ class Supervisor:
 
     def _release(self) -> None:
         """Release the process, snapshots, and what keeps memory mapped."""
-        self.note_closed()
+        self._happen(Closed())
         self._kept.free_all()
         self.reporter.reports.drop()
         channel, self.seeds = self.channel, None
@@ -1154,13 +1102,8 @@ class Supervisor:
             alive = None
         return self.reporter.statistics(
             channel,
-            state=name_of(state, started=self.description is not None),
+            state=name_of(state, started=self.codec is not None),
             pid=None if alive is None else alive.pid,
             rss=None if alive is None else alive.memory(),
             restarts=self.recoverer.restarts,
         )
-
-
-def _warn(lines: Iterable[str]) -> None:
-    for line in lines:
-        logger.warning("%s", line)
