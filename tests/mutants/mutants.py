@@ -700,8 +700,8 @@ MUTANTS = [
     Mutant(
         "After a replay has led elsewhere an env of a batch is still replayed from resets before that.",
         3,
-        "supervisor:Supervisor.take_over",
-        "journal.lose(revived.mismatches)",
+        "recoverer:Revived.note_in",
+        "journal.lose(self.mismatches)",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
     ),
@@ -1243,8 +1243,8 @@ MUTANTS = [
     Mutant(
         "After a process was replaced by plan replays begin at the construction again.",
         5,
-        "supervisor:Supervisor.take_over",
-        "journal.go_on_from(source.plan)",
+        "recoverer:Revived.note_in",
+        "journal.go_on_from(self.source.plan)",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
     ),

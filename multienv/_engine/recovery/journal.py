@@ -284,6 +284,12 @@ class Journal:
             self._kept_calls[number] = call
         self.entries[number] = entry
 
+    def log_all(self, number: int, entries: Iterable[bytes]) -> None:
+        """Add the entries of a rollout, the first of which has this number."""
+        self.cut(number - 1)
+        for one, entry in enumerate(entries, number):
+            self.log(one, entry)
+
     def cut(self, number: int) -> None:
         """Forget entries after that of ``number``: they were stored, but not committed."""
         for late in list(takewhile(lambda one: one > number, reversed(self.entries))):

@@ -9,7 +9,7 @@ from multienv._engine.recovery.journal import MemoryAcrossResets
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import NotBuilt, Recoverer, Revived, Unrecoverable
 from multienv._engine.recovery.reporter import Reporter
-from multienv._engine.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Recovered, Request, State
+from multienv._engine.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Process, Recovered, State
 from multienv._engine.recovery.way_back import RecoveryProgress, sources_after_loss
 from multienv._engine.reports.texts import what_happened
 from multienv._engine.sometimes import sometimes
@@ -19,15 +19,18 @@ from multienv.errors import MultienvError, RestartBudgetExceeded
 from multienv.events import Loss, Outcome
 
 
-def slot_to_blame(gone: Gone, request: Request | None, number: int, slots: int) -> int:
+def slot_to_blame(gone: Gone, state: State, number: int, slots: int) -> int:
     """Return the slot whose env a lost process was calling; -1: none, or not known; ``slots``: a policy was called.
 
     Args:
         gone: How it was lost.
-        request: The pending one.
-        number: Of that.
+        state: The worker's before.
+        number: Of the pending request.
         slots: Number of envs.
     """
+    request = state.request
+    if state.process is Process.BUILDING:
+        return gone.slot
     if request is not None and request.steps and gone.number >= number:  # each step of it has a number of its own
         return gone.slot if gone.slot >= 0 else slots
     if gone.number != number:

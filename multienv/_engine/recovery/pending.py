@@ -237,6 +237,12 @@ class Pending:
         self.limit = LONGER * limit
         return True
 
+    def note_hung(self, request: Request, number: int, slot: int) -> None:
+        """Note that the process hung: with an ``"auto"`` deadline the request gets more time once, as the log says."""
+        if self.lengthen(request, number):
+            text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
+            logger.warning(text, request.name, self._env_in(slot), self.limit)
+
     def _is_found(self, request: Request | None, number: int) -> bool:
         """Tell whether the deadline of a request is ``"auto"``, and not the caller's own."""
         return request is not None and self._own != number and self._limits.finds(request.kind.value)
@@ -420,8 +426,10 @@ class Pending:
         """Return what the request carries beside its bank."""
         return _step_in(segment, number)[1] if request.is_plain_step else self.payload
 
-    def entry(self, segment: Segment, number: int, request: Request, layout: BankLayout) -> bytes:
+    def entry(self, segment: Segment, number: int, request: Request | None, layout: BankLayout) -> bytes:
         """Return the request as a journal entry without a reply, for a crash report."""
+        if request is None:
+            return b""
         if not request.is_plain_step:
             kind = BEGIN if self.message is BEGINNING else MESSAGE
             part, payload = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.payload

@@ -172,6 +172,14 @@ class Revived:
         """Return the replay that brought them back; ``None``: there was none."""
         return self.source.plan if isinstance(self.source, Replayed) else None
 
+    def note_in(self, journal: Journal, number: int) -> None:
+        """Note in the journal, whose last request has this number, where the envs come from."""
+        if isinstance(self.source, NewEnvs):
+            journal.begin(number, self.source.calls)
+        elif isinstance(self.source, Replayed):
+            journal.go_on_from(self.source.plan)
+            journal.lose(self.mismatches)
+
 
 class BatchCode:
     """Keeps one copy of the list of files, which is long, and has each changed file told once.

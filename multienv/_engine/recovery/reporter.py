@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -22,6 +22,7 @@ from multienv._engine.recovery.way_back import RecoveryProgress
 from multienv._engine.reports.crash import Case, CrashReports
 from multienv._engine.reports.texts import env_error, lost_error, named, outcome_text, what_happened
 from multienv._engine.threads import beside
+from multienv._engine.wire.banks import BankLayout
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import Description, Failure
 from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT_SECONDS, SNAPSHOTS, STEP_SECONDS
@@ -195,7 +196,7 @@ class Reporter:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def _case(self, pending: bytes, deadline: float | None) -> Case | None:
+    def _case(self, entry: Callable[[BankLayout], bytes], deadline: float | None) -> Case | None:
         """Return the data for a crash report; ``None`` if no reports are wanted."""
         if not self.reports.wanted:
             return None
@@ -207,7 +208,7 @@ class Reporter:
         return Case(
             replays=partial(replays_of, journal.dump() if known else None),
             size=len(journal) if known else 0,
-            pending=pending,
+            pending=b"" if codec is None else entry(codec.layout),
             build=replace(build, env_fns=packed, code=b""),
             description=self.description,
             deadline=deadline,
@@ -215,17 +216,19 @@ class Reporter:
             path=tuple(state_machine.line_of(event, after) for event, after in tuple(self.path)),
         )
 
-    def loss(self, gone: Gone, command: str, slot: int, limit: float | None, pending: bytes = b"") -> Loss:
+    def loss(
+        self, gone: Gone, command: str, slot: int, limit: float | None, entry: Callable[[BankLayout], bytes]
+    ) -> Loss:
         """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`recovery`.
 
         Args:
             gone: How it was lost.
             command: What the caller had called.
-            slot: The slot whose env the process was executing; -1: none, or not known.
+            slot: The slot whose env the process was executing; -1, or none of the envs': none, or not known.
             limit: The deadline of the request, seconds.
-            pending: The entry of the request in which the process was lost, for a crash report.
+            entry: Returns the entry of the request in which the process was lost, for a crash report.
         """
-        fate = gone.fate
+        fate, slot = gone.fate, slot if slot < self._slots else -1
         loss = Loss(
             env_index=self.index_of(slot),
             cause=gone.cause,
@@ -243,7 +246,7 @@ class Reporter:
             seeds=tuple(self.seed_of(slot, command) for slot in range(self._slots)),
         )
         self._lost_in = self._position.number
-        self.reports.open(loss, self._case(pending, limit))
+        self.reports.open(loss, self._case(entry, limit))
         logger.info("%s", what_happened(loss))
         self._losses += 1
         self.last_loss = loss
@@ -290,8 +293,12 @@ class Reporter:
             if line:
                 logger.warning("%s", line)
 
-    def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
-        """Note that an exception of an env ended its episode, as ``on_error="truncate"`` says."""
+    def truncated_errors(self, errors: Iterable[tuple[int, Exception]], pid: int | None) -> None:
+        """Note which exceptions of envs, by slot, ended their episodes, as ``on_error="truncate"`` says."""
+        for slot, error in errors:
+            self._truncated_error(slot, error, pid)
+
+    def _truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
         index = self.index_of(slot)
         text = f"An exception of the env ended its episode (on_error='truncate'): {error}"
         line = self._repeats.line((index, type(error).__name__), "truncated", text, time.monotonic())

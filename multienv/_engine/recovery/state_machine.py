@@ -123,6 +123,13 @@ class State(NamedTuple):
     what: str = ""
 
     @property
+    def command(self) -> str:
+        """Return what the caller has called, or what is asked between two of its calls."""
+        if self.process is Process.BUILDING:
+            return "initialize"
+        return "snapshot" if self.request is None else self.request.name
+
+    @property
     def is_plain(self) -> bool:
         """Tell whether a step is pending in which all slots take part."""
         request = self.request

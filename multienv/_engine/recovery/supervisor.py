@@ -7,9 +7,9 @@ caller has seen.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
 and the next call collects it. Another signal handler may raise anywhere: then the process counts as lost
-(``count_as_lost``), and the next call recovers the envs to where the caller saw them last. So only the line of
-``_store`` is written with an exception in mind. While a process takes over from another one, the state says that there
-is none, or a lost one.
+(``count_as_lost``), and the next call recovers the envs to where the caller saw them last. So only the last assignment
+of ``_happen`` is written with an exception in mind. While a process takes over from another one, the state says that
+there is none, or a lost one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ from multienv._engine.recovery.state_machine import (
     refusal,
     slots_between,
 )
-from multienv._engine.recovery.way_back import NewEnvs, Replayed, sources_of_new_envs
+from multienv._engine.recovery.way_back import NewEnvs, sources_of_new_envs
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Lock
 from multienv._engine.wire.codecs import Codec
@@ -371,8 +371,7 @@ class Supervisor:
         else:
             assert self.codec is not None
             self.pending.begin_step_aside(number, action, self.codec)
-        self._happen(Asked(Request(Kind.STEP, "step", waits, touched)))
-        if instruction_of(self.state, self.rules) is Instruction.ASK:
+        if self._happen(Asked(Request(Kind.STEP, "step", waits, touched))) is Instruction.ASK:
             self._publish()
 
     def send(self, name: str, message: Message, waits: bool = True) -> None:
@@ -400,8 +399,7 @@ class Supervisor:
                 message = replace(message, shown=self.position.shown(self.segment))
             payload = pack_message(message, name)
             self.pending.begin(message, payload, self.pending.limit_of(request.kind, request.steps))
-            self._happen(Asked(request))
-            if self.state.process is Process.READY:
+            if self._happen(Asked(request)) is Instruction.ASK:
                 self._publish()
 
     def _make_buffers(self) -> None:
@@ -418,27 +416,32 @@ class Supervisor:
 
     def _slots_beginning(self, state: State) -> tuple[int, ...]:
         """Return the slots that begin their next episode in the pending step, which they take no other part in."""
-        if not state.skipped or self.position.build.verbatim:
-            return ()
-        return slots_between(state, self.position.ended(self.segment), self.rules)
-
-    def _name(self) -> str:
-        return "initialize" if self.state.request is None else self.state.request.name
+        return slots_between(state, self.position.ended(self.segment), self.rules) if state.skipped else ()
 
     # --- carrying out -----------------------------------------------------------------------------
 
-    def _happen(self, *events: Event) -> Instruction:
-        """Commit the state after these events, with the error if that is the answer; returns what to do next."""
-        state, instruction = self.state, Instruction.NOTHING
+    def _happen(self, *events: Event, number: int = 0, answer: Any = None, read: Read | None = None) -> Instruction:
+        """Commit the state after these events, with what it brings, all or nothing; return what to do next.
+
+        Args:
+            events: What has happened.
+            number: Of the answer that it brings; 0: none. An error for the caller is one, too.
+            answer: That answer.
+            read: What the answer has shown.
+        """
+        at, state, instruction = self.position, self.state, Instruction.NOTHING
         for event in events:
             state, instruction = decide(state, event, self.rules)
             self.reporter.path.append((event, state))
         if instruction in _RAISED:
             assert self.loss_recovery is not None
-            error = self.loss_recovery.error(instruction, state, self.policy)
-            self._store(state, error, self.position.number + 2)
-        else:
+            number, answer = at.number + 2, self.loss_recovery.error(instruction, state, self.policy)
+        if not number:
             self.state = state
+            return instruction
+        seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
+        # This line calls nothing: a signal handler runs before it, or after it.
+        self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
         return instruction
 
     def _carry_out(self, timeout: float | None, recover: bool) -> Any:
@@ -478,7 +481,7 @@ class Supervisor:
                 return Instruction.DELIVER  # as if no process had been lost
             if not self._await(number, until):
                 raise WaitTimeout(
-                    f"{self._name()}() has not answered in time. It is still running: wait again, or close()."
+                    f"{self.state.command}() has not answered in time. It is still running: wait again, or close()."
                 )
             self._take(number)
         except Gone as gone:  # is_answered() has swallowed it in take(): the channel raises it again in each wait
@@ -488,38 +491,30 @@ class Supervisor:
 
     def _lose(self, gone: Gone) -> Instruction:
         """Note that the process is lost; returns what the policy says."""
-        request, channel, number = self.state.request, self.channel, self.position.number + 1
+        state, request, channel, number = self.state, self.state.request, self.channel, self.position.number + 1
         assert channel is not None
-        slots, before, losses = self.rules.slots, self.loss_recovery, self.state.losses
-        is_first = self.state.process is Process.BUILDING
-        slot = -1 if is_first else slot_to_blame(gone, request, number, slots)
+        slot, before = slot_to_blame(gone, state, number, self.rules.slots), self.loss_recovery
         if request is not None and request.is_plain_step:
             self.pending.save(channel.segment, number)
         self.position.journal.cut(number - 1)
         # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
-        earlier = before.progress if before is not None and losses else None
-        kind = None if is_first else (gone.cause, gone.fate.code)
-        progress = self.recoverer.begin_after(kind, earlier)
+        earlier = before.progress if before is not None and state.losses else None
+        is_first = state.process is Process.BUILDING
+        progress = self.recoverer.begin_after(None if is_first else (gone.cause, gone.fate.code), earlier)
         least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
-        long_past = self._long_past and losses >= least
-        command, blamed = "snapshot" if request is None else request.name, slot if slot < slots else -1
-        if is_first:
-            command, blamed = "initialize", gone.slot
-        entry = b""
-        if request is not None and self.codec is not None and self.reporter.reports.wanted:
-            entry = self.pending.entry(channel.segment, number, request, self.codec.layout)
-        loss = self.reporter.loss(gone, command, blamed, self.pending.limit, entry)
+        long_past = self._long_past and state.losses >= least
+        entry = partial(self.pending.entry, channel.segment, number, request)
+        loss = self.reporter.loss(gone, state.command, slot, self.pending.limit, entry)
         snapshot = useful_snapshot(gone, channel, number - 1)
         loss_recovery = LossRecovery(channel, snapshot, loss, progress, self.reporter, long_past=long_past)
         self.loss_recovery = loss_recovery
         what, is_past = loss_recovery.what_happened, long_past and gone.cause == "died"
         instruction = self._happen(Lost(gone.cause, slot, gone.is_from_outside, what, is_past, progress.tries))
-        if gone.cause == "hung" and request is not None and self.pending.lengthen(request, number):
-            text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
-            logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
+        if gone.cause == "hung" and request is not None:
+            self.pending.note_hung(request, number, gone.slot)
         if instruction is not Instruction.RECOVER:
             self.drop()
-            if instruction is not Instruction.LAUNCH or not is_first:
+            if not (is_first and instruction is Instruction.LAUNCH):
                 loss_recovery.tell_dropped(instruction, self.state, self._slots_beginning(self.state))
         return instruction
 
@@ -604,11 +599,11 @@ class Supervisor:
         assert self.state.request is not None
         answer = self.answers.truncation(self.segment, self.state.skipped)
         skipped, left_alone = dict(self.state.skipped), self.state.request.left_alone
-        self._commit(self.position.number + 2, Replied(ended=True), answer)
+        instruction = self._happen(Replied(ended=True), number=self.position.number + 2, answer=answer)
         self.position.count_left_alone(left_alone)
         self.position.count_ends(skipped)
         self.position.steps += 1
-        return Instruction.DELIVER
+        return instruction
 
     # Instruction → the method that carries it out; each returns the next instruction.
     _methods = {  # noqa: RUF012 - never written to
@@ -618,21 +613,6 @@ class Supervisor:
         Instruction.RECOVER: _do_recover,
         Instruction.TRUNCATE: _do_truncate,
     }
-
-    def _commit(self, number: int, event: Replied, answer: Any, read: Read | None = None) -> None:
-        """Commit an answer; ``read``: what it has shown."""
-        state, _ = decide(self.state, event, self.rules)
-        self.reporter.path.append((event, state))
-        self._store(state, answer, number, read)
-
-    def _store(self, state: State, answer: Any, number: int, read: Read | None = None) -> None:
-        """Store an answer, the number that it has, the state after it, and what it has shown, all or nothing.
-
-        The last line calls nothing: a signal handler runs before it, or after it.
-        """
-        at = self.position
-        seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
-        self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
 
     # --- an answer --------------------------------------------------------------------------------
 
@@ -654,8 +634,8 @@ class Supervisor:
             self.maintenance.note_guilty(state, position.ended(channel.segment))
         if read.entry:
             position.journal.log(number, read.entry, read.call)
-        self._commit(read.last, Replied(ended=read.ended, failed=read.failed), read.answer, read)
-        self._report_errors(channel, read.truncated_errors.items())
+        self._happen(Replied(ended=read.ended, failed=read.failed), number=read.last, answer=read.answer, read=read)
+        self.reporter.truncated_errors(read.truncated_errors.items(), channel.pid)
         if is_step:
             position.count_step(read.answer, channel.segment, number, request.left_alone)
         elif isinstance(message, Reset) and not read.failed:
@@ -671,20 +651,13 @@ class Supervisor:
         if self._rollout_reader is None:
             self._rollout_reader = RolloutReader(self.answers, position)
         reply = self._rollout_reader.take(channel, number, message, self.state.skipped)
-        position.journal.cut(position.number)
-        for one, entry in enumerate(reply.entries, number):
-            position.journal.log(one, entry)
+        position.journal.log_all(number, reply.entries)
         position.show(channel.segment, reply.shown)
         channel.segment.banks[number & 1].skipped[:] = 0
-        self._commit(position.seen, Replied(ended=reply.is_over), reply.answer)
-        self._report_errors(channel, reply.truncated_errors)
+        self._happen(Replied(ended=reply.is_over), number=position.seen, answer=reply.answer)
+        self.reporter.truncated_errors(reply.truncated_errors, channel.pid)
         position.count_rollout(reply.steps, reply.ends)
         self.apply_limits(reply.starts)
-
-    def _report_errors(self, channel: Channel, errors: Iterable[tuple[int, Exception]]) -> None:
-        """Report exceptions of envs, by slot, that ended their episodes."""
-        for slot, error in errors:
-            self.reporter.truncated_error(slot, error, channel.pid)
 
     def count_plain(self, answer: Any, number: int, meaning: int) -> None:
         """Count a plain answer, if there is more to count than a step, and see what is due."""
@@ -746,7 +719,7 @@ class Supervisor:
         self.answers = Answers(
             codec,
             self.position,
-            lambda slot, failure: self.reporter.error_of(slot, failure, self._name()),
+            lambda slot, failure: self.reporter.error_of(slot, failure, self.state.command),
             self.reporter.truncation_info,
             self._set_spaces,
         )
@@ -769,18 +742,12 @@ class Supervisor:
         if self.codec is None:
             self._lay_out()
         position, channel, old = self.position, revived.channel, self.channel
-        position.build, source, journal = revived.build, revived.source, position.journal
-        if isinstance(source, NewEnvs):
-            journal.begin(position.number, source.calls)
-        elif isinstance(source, Replayed):
-            journal.go_on_from(source.plan)
-            journal.lose(revived.mismatches)
-        if channel.code:
-            position.build = replace(position.build, code=self.recoverer.code.shared(channel.code))
-        segment = channel.segment
-        position.move_to(segment, self.segment)
+        code = self.recoverer.code.shared(channel.code) if channel.code else revived.build.code
+        position.build = replace(revived.build, code=code)
+        revived.note_in(position.journal, position.number)
+        position.move_to(channel.segment, self.segment)
         self.answers.started, self._long_past = 0, False
-        self.channel, self.segment, self.buffers = channel, segment, None  # made for the first request
+        self.channel, self.segment, self.buffers = channel, channel.segment, None  # made for the first request
         self.recoverer.handed_over()
         maintenance = self.maintenance
         if maintenance.recycling.wanted or maintenance.needs_rebuild:  # else there is nothing to begin anew
