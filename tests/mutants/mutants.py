@@ -662,7 +662,7 @@ MUTANTS = [
     Mutant(
         "A second SIGKILL in the same request gives up what the env remembers.",
         2,
-        "supervisor:Supervisor._lose",
+        "loss_recovery:LossRecovery.__init__",
         "_OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)",
         "1",
         SIMULATED_STARTS,
@@ -1368,7 +1368,7 @@ MUTANTS = [
         "A worker is given no time to close its envs where nobody has called close().",
         7,
         "supervisor:Supervisor.take_over",
-        "channel.envs, channel.patience = self._envs, self.deadlines.close",
+        "channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close",
         "channel.envs, channel.patience = self.reporter.env_in(-1), 0.5",
         ("tests/faults/test_close.py",),
     ),

@@ -40,6 +40,7 @@ CHANGES = {
         "count_step",
         "count_rollout",
         "count_left_alone",
+        "count_truncation",
         "count_ends",
         "note_starts",
         "count_time",

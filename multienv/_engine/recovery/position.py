@@ -126,6 +126,12 @@ class Position:
                 self.journal.note_ends(slots, number)
         self.steps = before + steps
 
+    def count_truncation(self, slots: Iterable[int], left_alone: Iterable[int]) -> None:
+        """Count a step that ended the episodes of these slots without a process, and took no part in the others."""
+        self.count_left_alone(left_alone)
+        self.count_ends(slots)
+        self.steps += 1
+
     def count_left_alone(self, slots: Iterable[int]) -> None:
         """Leave the step that is answered now out of the count of these slots, which took no part in it."""
         for slot in slots:

@@ -102,6 +102,7 @@ class Reporter:
         reports: Where crash reports are written; ``None``: nowhere.
 
     Attributes:
+        slots: Number of envs.
         description, codec: Of the envs; ``None``: they were never built.
         asked: Seeds of the reset that was asked for last, answered or not.
         events: Hooks, each with an event that it has not been called with yet. Several fan-outs read it, so it is never
@@ -119,7 +120,7 @@ class Reporter:
         self.last_recovery: Recovery | None = None
         self.events: deque[tuple[Callable[[Any], object], Any]] = deque()
         self.path: deque[tuple[state_machine.Event, state_machine.State]] = deque(maxlen=_PATH)
-        self._slots = len(position.seeds)
+        self.slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
         self._lost_in = 0  # number of the last request that was answered before the last loss
@@ -144,17 +145,17 @@ class Reporter:
     @property
     def envs(self) -> tuple[int, ...]:
         """Return the indexes of the envs in their batch; ``()``: they have none."""
-        return () if self.index is None else tuple(range(self.index, self.index + self._slots))
+        return () if self.index is None else tuple(range(self.index, self.index + self.slots))
 
     def index_of(self, slot: int) -> int | None:
         """Return the index of a slot's env in its batch; of slot -1, that of a worker with one env."""
         if slot >= 0:
             return None if self.index is None else self.index + slot
-        return self.index if self._slots == 1 else None
+        return self.index if self.slots == 1 else None
 
     def seed_of(self, slot: int, command: str) -> int | None:
         """Return the seed that a reset asks for, else the last seed of a slot; of slot -1, that of the only env."""
-        known = slot < self._slots and (slot >= 0 or self._slots == 1)
+        known = slot < self.slots and (slot >= 0 or self.slots == 1)
         if not known:
             return None
         asked = self.asked[max(slot, 0)] if command == "reset" and self.asked else None
@@ -162,7 +163,7 @@ class Reporter:
 
     def episode_steps(self, slot: int, command: str) -> int | None:
         """Return the steps of a slot's episode, if ``command`` is in one; of slot -1, that of a worker with one env."""
-        known = (slot >= 0 or self._slots == 1) and command not in ("initialize", "reset", "rollout")
+        known = (slot >= 0 or self.slots == 1) and command not in ("initialize", "reset", "rollout")
         position = self._position
         return max(0, position.steps - position.steps_before[max(slot, 0)]) if known else None
 
@@ -228,7 +229,7 @@ class Reporter:
             limit: The deadline of the request, seconds.
             entry: Returns the entry of the request in which the process was lost, for a crash report.
         """
-        fate, slot = gone.fate, slot if slot < self._slots else -1
+        fate, slot = gone.fate, slot if slot < self.slots else -1
         loss = Loss(
             env_index=self.index_of(slot),
             cause=gone.cause,
@@ -243,7 +244,7 @@ class Reporter:
             detail=gone.detail,
             idle=self.codec is not None and gone.number == 0 and gone.cause != "broken" and fate.code is not None,
             envs=self.envs,
-            seeds=tuple(self.seed_of(slot, command) for slot in range(self._slots)),
+            seeds=tuple(self.seed_of(slot, command) for slot in range(self.slots)),
         )
         self._lost_in = self._position.number
         self.reports.open(loss, self._case(entry, limit))
@@ -350,11 +351,22 @@ class Reporter:
         """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
         call_hooks(self.events)
 
-    def statistics(self, channel: Channel | None, **others: Any) -> Statistics:
-        """Return the counters at this moment, with ``others``; ``channel``: to the present process, or the last one."""
+    def statistics(self, channel: Channel | None, state: str, restarts: int, *, is_there: bool) -> Statistics:
+        """Return the counters at this moment.
+
+        Args:
+            channel: To the present process, or the last one.
+            state: Of the worker, in a word.
+            restarts: Processes started in place of lost ones.
+            is_there: The process should be running.
+        """
+        alive = channel if is_there and channel is not None and not channel.has_ended() else None
         words, times = (None, None) if channel is None else (channel.segment.words, channel.segment.times)
         return Statistics(
-            **others,
+            state=state,
+            restarts=restarts,
+            pid=None if alive is None else alive.pid,
+            rss=None if alive is None else alive.memory(),
             step_seconds=times[STEP_SECONDS] or None if times else None,
             snapshots=words[SNAPSHOTS] if words else 0,
             no_snapshots=OBSTACLES[words[OBSTACLE]] if words else "",

@@ -14,10 +14,8 @@ there is none, or a lost one.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +33,7 @@ from multienv._engine.recovery import checkpoint
 from multienv._engine.recovery.answers import Answers, Read
 from multienv._engine.recovery.hot_path import BEGINS, MISSING, SAMPLE, ask, buffers_of, take
 from multienv._engine.recovery.journal import Journal
-from multienv._engine.recovery.loss_recovery import LossRecovery, slot_to_blame, useful_snapshot
+from multienv._engine.recovery.loss_recovery import LossRecovery
 from multienv._engine.recovery.maintenance import Maintenance
 from multienv._engine.recovery.pending import Pending, RequestDeadlines, request_of
 from multienv._engine.recovery.position import Position, Starts
@@ -52,9 +50,6 @@ from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.rollouts import RolloutReader
 from multienv._engine.recovery.state_machine import (
     ASKED_PLAINLY,
-    EPISODE_OVER,
-    RESETTING,
-    RESETTING_ASYNC,
     STEPPING,
     STEPPING_ASYNC,
     Asked,
@@ -69,7 +64,6 @@ from multienv._engine.recovery.state_machine import (
     Interrupted,
     Kind,
     Launched,
-    Lost,
     Process,
     RecoveryDue,
     Replied,
@@ -86,7 +80,6 @@ from multienv._engine.recovery.way_back import NewEnvs, sources_of_new_envs
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Lock
 from multienv._engine.wire.codecs import Codec
-from multienv._engine.wire.infos import Illegible
 from multienv._engine.wire.messages import (
     BEGINNING,
     Build,
@@ -96,7 +89,6 @@ from multienv._engine.wire.messages import (
     Message,
     Reset,
     Rollout,
-    call_user_code,
     pack_message,
 )
 from multienv._engine.wire.segment import ASKED, LOSS_SECONDS, REQUEST
@@ -110,8 +102,6 @@ logger = logging.getLogger("multienv")
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
 _INTERRUPTED = "it was ended, because an exception of a signal handler struck in a call that had asked it"
-# After so many losses for one request, all by kills from outside, the past of the process is suspected, not the killer.
-_OUTSIDE_LOSSES = 3
 # Instructions that block for long: a caller that has other workers to wait for leaves them to a thread.
 _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
@@ -124,6 +114,7 @@ _supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 def _refuse_in_child() -> None:
     """In a forked child of the trainer: no step gets past the first branch, which says whose the env is."""
     for supervisor in list(_supervisors):
+        supervisor._is_foreign = True
         supervisor._happen(Closed())
 
 
@@ -197,6 +188,7 @@ class Supervisor:
         self._sharing = 0
         self.policy, self.deadlines = policy, deadlines
         self._owner = os.getpid()
+        self._is_foreign = False  # this process was forked from the trainer that owns the worker
         self.lock = Lock()
         self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
         resets_itself = build.autoreset in ("NEXT_STEP", "SAME_STEP")
@@ -205,7 +197,6 @@ class Supervisor:
         share = 0.0 if not recording else LARGE_SHARE if policy.recycles else SHARE
         self.position = Position(replace(build, starts=share), journal)
         self.reporter = Reporter(self.position, index, hooks, reports)
-        self._envs = self.reporter.env_in(-1)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
@@ -221,8 +212,7 @@ class Supervisor:
         self.answers: Any = None  # Answers
         self._rollout_reader: RolloutReader | None = None  # made when it is first needed
         self._kept = checkpoint.KeptSnapshots(self.recoverer.free)
-        # Of the present process.
-        self.segment: Any = None
+        self.segment: Any = None  # of the present process, as the buffers
         self.buffers: Any = None  # StepBuffers
         _supervisors.add(self)
 
@@ -267,7 +257,7 @@ class Supervisor:
         self.pending.bound(self.deadlines.start)
         return self._happen(Launched())
 
-    # --- steps, and resets that carry nothing -----------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def send_step(self, action: Any, waits: bool = True, touched: tuple[bool, ...] | None = None) -> None:
         """Publish a step; does not block.
@@ -281,17 +271,6 @@ class Supervisor:
             state = STEPPING if waits else STEPPING_ASYNC
             if touched is not None or not ask((self,), (0,), 0, (action,), state, self.asked_by):
                 self._prepare_step(action, waits, touched)
-
-    def _send_beginning(self, waits: bool) -> bool:
-        """Publish the reset of a single env that carries nothing, if its episode has ended and nothing else is due."""
-        maintenance = self.maintenance
-        if self.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
-            return False
-        self.reporter.asked = ()
-        self.pending.begin(BEGINNING, b"", self.pending.limit_of(Kind.RESET))
-        self.state = RESETTING if waits else RESETTING_ASYNC
-        self._publish()
-        return True
 
     def collect(self, timeout: float | None = None, recover: bool = True) -> Any:
         """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
@@ -314,11 +293,8 @@ class Supervisor:
     def is_answered(self, number: int, until: float | None) -> bool:
         """Wait for the reply to a step or a plain reset; tell whether it is there.
 
-        Nothing is done here about a process that has ended: :meth:`collect` finds it again, and notes the loss.
-
-        Args:
-            number: Of the request.
-            until: When to give up waiting, before anything is done about its deadline; ``None``: never.
+        Nothing is done here about a process that has ended: :meth:`collect` finds it again, and notes the loss. With
+        ``until`` nothing is done about the deadline of the request, either.
         """
         if until is not None and time.monotonic() >= until:
             return False
@@ -331,10 +307,7 @@ class Supervisor:
 
     def with_infos(self, number: int) -> Any:
         """Return the plain answer with pickled infos; ``None`` if they cannot be read, which the slow path tells of."""
-        try:
-            return self.answers.plain(self.segment, number)
-        except Illegible:
-            return None
+        return self.answers.plain(self.segment, number)
 
     def _await(self, number: int, until: float | None, *, ends_overdue: bool = True) -> bool:
         channel = self.channel
@@ -355,8 +328,6 @@ class Supervisor:
         """Note how long the pending request took, when a wait for it has ended; deadlines are found by that."""
         if self.segment is not None:
             self.pending.note_time(self.segment, self.state.request)
-
-    # --- requests ---------------------------------------------------------------------------------
 
     def _prepare_step(self, action: Any, waits: bool, touched: tuple[bool, ...] | None) -> None:
         """Ask for a step where the worker is not simply waiting for one."""
@@ -383,8 +354,6 @@ class Supervisor:
             waits: The caller collects the answer in the same call.
         """
         with self.lock:
-            if message is BEGINNING and self._send_beginning(waits):
-                return
             request = request_of(name, message, waits)
             self.check(name, request.kind)
             is_reset = request.kind is Kind.RESET
@@ -397,7 +366,7 @@ class Supervisor:
                 self.reporter.asked = message.seeds
             if isinstance(message, Rollout):
                 message = replace(message, shown=self.position.shown(self.segment))
-            payload = pack_message(message, name)
+            payload = b"" if message is BEGINNING else pack_message(message, name)
             self.pending.begin(message, payload, self.pending.limit_of(request.kind, request.steps))
             if self._happen(Asked(request)) is Instruction.ASK:
                 self._publish()
@@ -421,13 +390,9 @@ class Supervisor:
     # --- carrying out -----------------------------------------------------------------------------
 
     def _happen(self, *events: Event, number: int = 0, answer: Any = None, read: Read | None = None) -> Instruction:
-        """Commit the state after these events, with what it brings, all or nothing; return what to do next.
+        """Commit the state after these events, with an answer that has this number, if there is one, all or nothing.
 
-        Args:
-            events: What has happened.
-            number: Of the answer that it brings; 0: none. An error for the caller is one, too.
-            answer: That answer.
-            read: What the answer has shown.
+        An error for the caller is an answer, too. ``read``: what the answer has shown. Returns what to do next.
         """
         at, state, instruction = self.position, self.state, Instruction.NOTHING
         for event in events:
@@ -493,28 +458,20 @@ class Supervisor:
         """Note that the process is lost; returns what the policy says."""
         state, request, channel, number = self.state, self.state.request, self.channel, self.position.number + 1
         assert channel is not None
-        slot, before = slot_to_blame(gone, state, number, self.rules.slots), self.loss_recovery
         if request is not None and request.is_plain_step:
             self.pending.save(channel.segment, number)
         self.position.journal.cut(number - 1)
-        # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
+        before = self.loss_recovery
         earlier = before.progress if before is not None and state.losses else None
-        is_first = state.process is Process.BUILDING
-        progress = self.recoverer.begin_after(None if is_first else (gone.cause, gone.fate.code), earlier)
-        least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
-        long_past = self._long_past and state.losses >= least
-        entry = partial(self.pending.entry, channel.segment, number, request)
-        loss = self.reporter.loss(gone, state.command, slot, self.pending.limit, entry)
-        snapshot = useful_snapshot(gone, channel, number - 1)
-        loss_recovery = LossRecovery(channel, snapshot, loss, progress, self.reporter, long_past=long_past)
+        parts = self.recoverer, self.reporter, self.pending, self.position.journal.memory
+        loss_recovery = LossRecovery(gone, channel, state, number, earlier, *parts, long_past=self._long_past)
         self.loss_recovery = loss_recovery
-        what, is_past = loss_recovery.what_happened, long_past and gone.cause == "died"
-        instruction = self._happen(Lost(gone.cause, slot, gone.is_from_outside, what, is_past, progress.tries))
+        instruction = self._happen(loss_recovery.event)
         if gone.cause == "hung" and request is not None:
             self.pending.note_hung(request, number, gone.slot)
         if instruction is not Instruction.RECOVER:
             self.drop()
-            if not (is_first and instruction is Instruction.LAUNCH):
+            if instruction is not Instruction.LAUNCH or self.codec is not None:  # else the envs are not built yet
                 loss_recovery.tell_dropped(instruction, self.state, self._slots_beginning(self.state))
         return instruction
 
@@ -577,13 +534,11 @@ class Supervisor:
         if found is None:
             self.drop()  # there may be one that an earlier try has adopted
         else:
-            long_past = self.position.journal.can_be_shorter(found.plan)
-            self.take_over(found)
-            self._long_past = long_past
+            self.take_over(found, long_past=self.position.journal.can_be_shorter(found.plan))
         before, loss_recovery.processes = self.state, self.state.losses
         instruction = self._happen(event)
-        memory, begun = self.position.journal.memory, self._slots_beginning(self.state)
-        loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, memory, begun))
+        begun = self._slots_beginning(self.state)
+        loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, begun))
         return instruction
 
     def _spend_budget(self) -> Instruction:
@@ -600,9 +555,7 @@ class Supervisor:
         answer = self.answers.truncation(self.segment, self.state.skipped)
         skipped, left_alone = dict(self.state.skipped), self.state.request.left_alone
         instruction = self._happen(Replied(ended=True), number=self.position.number + 2, answer=answer)
-        self.position.count_left_alone(left_alone)
-        self.position.count_ends(skipped)
-        self.position.steps += 1
+        self.position.count_truncation(skipped, left_alone)
         return instruction
 
     # Instruction → the method that carries it out; each returns the next instruction.
@@ -641,7 +594,8 @@ class Supervisor:
         elif isinstance(message, Reset) and not read.failed:
             position.count_reset(message.begun, number)
         # Between other requests the numbers of steps may all be odd ones, and none the 64th.
-        self._apply_limits_if_due(number, is_due=not is_step or read.ended or not position.number & SAMPLE)
+        if not is_step or read.ended or not position.number & SAMPLE or self.answers.started == number:
+            self.apply_limits(number)
 
     def _take_rollout(self, number: int) -> None:
         """Read, journal, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
@@ -657,7 +611,7 @@ class Supervisor:
         self._happen(Replied(ended=reply.is_over), number=position.seen, answer=reply.answer)
         self.reporter.truncated_errors(reply.truncated_errors, channel.pid)
         position.count_rollout(reply.steps, reply.ends)
-        self.apply_limits(reply.starts)
+        self.apply_limits(number, reply.starts)
 
     def count_plain(self, answer: Any, number: int, meaning: int) -> None:
         """Count a plain answer, if there is more to count than a step, and see what is due."""
@@ -665,14 +619,7 @@ class Supervisor:
             self.position.count_reset({0: None}, number)
         else:
             self.position.count_step(answer, self.segment, number)
-        self._apply_limits_if_due(number, is_due=not number & SAMPLE or self.maintenance.recycling.wanted)
-
-    def _apply_limits_if_due(self, number: int, *, is_due: bool) -> None:
-        """Apply the limits if that is due, or if the reply to request ``number`` tells of a reset."""
-        if self.answers.started == number:
-            self.apply_limits(self.answers.starts)
-        elif is_due:
-            self.apply_limits()
+        self.apply_limits(number)
 
     def resume(self) -> Any:
         """Return the answer to the pending request; if none is pending, return the last answer again."""
@@ -685,11 +632,9 @@ class Supervisor:
             return self.last_answer
 
     def waiting(self) -> tuple[Channel, int, float] | None:
-        """Return what to wait for; does not wait.
+        """Return the channel to wait for, the number of the request, and when ``collect()`` has something to do anyway.
 
-        Returns:
-            The channel, the number of the request, and when ``collect()`` has something to do though there is no reply;
-            ``None``: it has now.
+        ``None``: it has now. Does not wait.
         """
         with self.lock:
             instruction, channel = instruction_of(self.state, self.rules), self.channel
@@ -728,16 +673,12 @@ class Supervisor:
 
     def _set_spaces(self, spaces: bytes) -> None:
         """Show spaces that a single env has set, pickled; ``b""``: those that it was built with."""
-        codec, show = self.codec, self.on_spaces()
-        assert codec is not None
-        self.position.spaces, codec.checks_actions = spaces, not spaces
-        shown = codec.space, codec.action_space
-        with contextlib.suppress(Illegible):
-            shown = call_user_code(partial(pickle.loads, spaces), Illegible) if spaces else shown
+        self.position.spaces, self.answers.codec.checks_actions = spaces, not spaces
+        show = self.on_spaces()
         if show is not None:
-            show(shown)
+            show(self.answers.spaces_in(spaces))
 
-    def take_over(self, revived: Revived) -> None:
+    def take_over(self, revived: Revived, *, long_past: bool = False) -> None:
         """Go on with a process in which the envs are back, and end the one before. Every way back ends here."""
         if self.codec is None:
             self._lay_out()
@@ -746,14 +687,14 @@ class Supervisor:
         position.build = replace(revived.build, code=code)
         revived.note_in(position.journal, position.number)
         position.move_to(channel.segment, self.segment)
-        self.answers.started, self._long_past = 0, False
+        self.answers.started, self._long_past = 0, long_past
         self.channel, self.segment, self.buffers = channel, channel.segment, None  # made for the first request
         self.recoverer.handed_over()
         maintenance = self.maintenance
         if maintenance.recycling.wanted or maintenance.needs_rebuild:  # else there is nothing to begin anew
             maintenance.begin(revived.progress.replayed, is_over=self.is_between_episodes())
         channel.prefer(self.core, sharing=self._sharing)
-        channel.envs, channel.patience = self._envs, self.deadlines.close
+        channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close
         if old is not None and old is not channel:
             old.kill()
             old.release()
@@ -761,16 +702,14 @@ class Supervisor:
     def prefer(self, core: int | None, *, sharing: int) -> None:
         """Bind the worker, and each process after it, to this core while steps are short."""
         self.core, self._sharing = core, sharing
-        channel = self.channel
-        if channel is not None:
-            channel.prefer(core, sharing=sharing)
+        if self.channel is not None:
+            self.channel.prefer(core, sharing=sharing)
 
     def drop(self) -> None:
         """End the process; its segment stays, with what the caller saw last."""
-        channel = self.channel
-        if channel is not None:
-            channel.kill()
-            channel.release(keep_memory=True)
+        if self.channel is not None:
+            self.channel.kill()
+            self.channel.release(keep_memory=True)
 
     def give_up(self) -> None:
         """End the process; the envs' episode is given up too."""
@@ -787,12 +726,13 @@ class Supervisor:
 
     # --- by plan ----------------------------------------------------------------------------------
 
-    def apply_limits(self, starts: Starts = (), *, resetting: bool = False) -> None:
+    def apply_limits(self, number: int = 0, starts: Starts = (), *, resetting: bool = False) -> None:
         """Trim the journal, free dropped snapshots, and find out whether something is due before the next request.
 
         Args:
-            starts: Resets that were answered now, where a replay can begin.
-            resetting: That request resets all envs.
+            number: Of the request that was answered now; 0: none.
+            starts: Resets where a replay can begin, of a rollout; the others are known.
+            resetting: The next request resets all envs.
         """
         if self._kept.dropped:
             self._kept.free_dropped()
@@ -802,7 +742,7 @@ class Supervisor:
             losses.seconds += position.count_time(channel.segment)
             if losses.count:
                 channel.segment.times[LOSS_SECONDS] = losses.mean
-            position.note_starts(starts)
+            position.note_starts(self.answers.starts if number and self.answers.started == number else starts)
             position.journal.apply_limits(position.seconds, channel.segment.words)
             if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:
                 self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
@@ -957,11 +897,6 @@ class Supervisor:
 
     # --- wrong calls ------------------------------------------------------------------------------
 
-    @property
-    def _is_foreign(self) -> bool:
-        """Whether this process was forked from the trainer that owns the worker."""
-        return os.getpid() != self._owner
-
     def _refuse_if_unusable(self, name: str) -> None:
         if self._is_foreign:
             raise UsageError(f"{name}(): this env belongs to process {self._owner}; make one in each process.")
@@ -1002,7 +937,7 @@ class Supervisor:
                     channel.kill()
                 # Held by a call that sees the end of its process at once, unless this is a signal handler above it.
                 if mine or not self.lock.acquire(timeout=min(limit, SOON)):
-                    self.reporter.events.append((self._let_go, None))  # when that call is done
+                    self.reporter.events.append((lambda _: self.close(0.0), None))  # when that call is done
                     return
             self._end(limit, until)  # again does nothing, unless it was interrupted
             self.reporter.log_rest()
@@ -1043,10 +978,6 @@ class Supervisor:
         self._release()
         return channel
 
-    def _let_go(self, event: None = None) -> None:
-        with self.lock:
-            self._release()
-
     def _release(self) -> None:
         """Release the process, snapshots, and what keeps memory mapped."""
         self._happen(Closed())
@@ -1063,14 +994,6 @@ class Supervisor:
 
     def statistics(self) -> Statistics:
         """Return counters and state at this moment."""
-        channel, state = self.channel, self.state
-        alive = channel if state.process in (Process.BUILDING, Process.READY) else None
-        if alive is not None and alive.has_ended():
-            alive = None
-        return self.reporter.statistics(
-            channel,
-            state=name_of(state, started=self.codec is not None),
-            pid=None if alive is None else alive.pid,
-            rss=None if alive is None else alive.memory(),
-            restarts=self.recoverer.restarts,
-        )
+        name = name_of(self.state, started=self.codec is not None)
+        is_there = self.state.process in (Process.BUILDING, Process.READY)
+        return self.reporter.statistics(self.channel, name, self.recoverer.restarts, is_there=is_there)
