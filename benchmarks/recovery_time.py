@@ -27,7 +27,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
-from multienv._engine.recovery.policy import ForkingPolicy
+from multienv._engine.recovery.way_back import ForkingPolicy
 from multienv._engine.reports.store import being_written
 from multienv.envs.subprocess_env import close_all
 from multienv.events import Event, Recovery

@@ -15,7 +15,7 @@ import gymnasium
 import psutil
 
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, create_subprocess_envs
-from multienv._engine.recovery.policy import ForkingPolicy
+from multienv._engine.recovery.way_back import ForkingPolicy
 
 
 def private_bytes(pid: int) -> int:

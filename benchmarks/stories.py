@@ -182,7 +182,7 @@ def cart_pole(most_steps: int = 500) -> Callable[[], Any]:
 def one_env(**policy: Any) -> Iterator[Any]:
     """Make an env, and begin an episode."""
     import multienv
-    from multienv._engine.recovery.policy import ForkingPolicy
+    from multienv._engine.recovery.way_back import ForkingPolicy
 
     restart = ForkingPolicy(**{"snapshot_every": 0, **policy})
     env = multienv.SubprocessEnv(cart_pole(), restart=restart).initialize()

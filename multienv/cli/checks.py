@@ -22,8 +22,8 @@ from rich.filesize import decimal
 
 from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.building.building import EnvFn
-from multienv._engine.recovery.policy import ForkingPolicy
 from multienv._engine.recovery.verification import is_comparable
+from multienv._engine.recovery.way_back import ForkingPolicy
 from multienv._engine.reports.texts import foreign_frames
 from multienv.cli.env_functions import arguments_advice
 from multienv.cli.texts import duration

@@ -11,7 +11,7 @@ from contract_envs import SLOW, UnevenEnv
 
 from kit import ForkingPolicy
 from multienv import SubprocessEnv
-from multienv._engine.recovery import deadlines as limits
+from multienv._engine.recovery import pending as limits
 
 
 class ToldEnv(UnevenEnv):

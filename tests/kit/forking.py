@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from multienv._engine.recovery.policy import ForkingPolicy
+from multienv._engine.recovery.way_back import ForkingPolicy
 
 __all__ = ["ForkingPolicy"]

@@ -12,16 +12,15 @@ import pytest
 
 from multienv._engine import interrupts
 from multienv._engine.processes import watch
-from multienv._engine.recovery import deadlines, journal, pending, policy, recoverer, supervisor
+from multienv._engine.recovery import journal, pending, recoverer, supervisor, way_back
 from multienv.envs import async_env
 
 HOMES: dict[str, ModuleType] = {
-    **dict.fromkeys(["LEAST", "STEPS"], deadlines),
-    **dict.fromkeys(["LONGER", "SILENCE"], pending),
+    **dict.fromkeys(["LEAST", "LONGER", "SILENCE", "STEPS"], pending),
     **dict.fromkeys(["LARGE_SHARE", "SHARE"], supervisor),
     **dict.fromkeys(["AFFORDABLE", "MOST_CALLS"], journal),
     "PATIENCE": interrupts,
-    "POISON_AFTER": policy,
+    "POISON_AFTER": way_back,
     "REPLAY_GRACE": recoverer,
     "SPINS": watch,
     "_LOOK": async_env,

@@ -292,8 +292,8 @@ MUTANTS = [
         "A woken snapshot leaves out the first request that came after it was taken.",
         2,
         "recoverer:Recoverer.copy_of",
-        "plan = None if number is None else self._since(number)",
-        "plan = None if number is None else self._since(number + 1)",
+        "plan = None if number is None else self._journal.since(number)",
+        "plan = None if number is None else self._journal.since(number + 1)",
         _of(3),
     ),
     Mutant(
@@ -558,7 +558,7 @@ MUTANTS = [
     Mutant(
         "A memory that new envs do not have is lost in silence.",
         3,
-        "memory:MemoryAcrossResets.note_loss",
+        "journal:MemoryAcrossResets.note_loss",
         "self.has_shown and not self._is_loss_logged",
         "False",
         REPLAYED,
@@ -646,7 +646,7 @@ MUTANTS = [
     Mutant(
         "A second SIGKILL in the same request gives up what the env remembers.",
         2,
-        "supervisor:Supervisor._lose",
+        "loss_recovery:LossRecovery.__init__",
         "_OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)",
         "1",
         SIMULATED_STARTS,
@@ -684,8 +684,8 @@ MUTANTS = [
     Mutant(
         "After a replay has led elsewhere an env of a batch is still replayed from resets before that.",
         3,
-        "supervisor:Supervisor.take_over",
-        "journal.lose(revived.mismatches)",
+        "recoverer:Revived.note_in",
+        "journal.lose(self.mismatches)",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
     ),
@@ -707,7 +707,7 @@ MUTANTS = [
     Mutant(
         "A healthy step is given up as soon as poison, though those before it went through at last.",
         3,
-        "policy:Losses.begin",
+        "way_back:Losses.begin",
         "POISON_AFTER + min(max(0, self._chances[kind]), _MORE_TRIES)",
         "POISON_AFTER",
         ("tests/faults/test_snapshots.py", "tests/unit/test_policy.py"),
@@ -715,7 +715,7 @@ MUTANTS = [
     Mutant(
         "Tries of a request that hangs begin long after Deadlines.recovery.",
         5,
-        "policy:Losses.begin",
+        "way_back:Losses.begin",
         "progress.began - before.since < limit",
         "True",
         ("tests/unit/test_policy.py",),
@@ -1167,7 +1167,7 @@ MUTANTS = [
     Mutant(
         "What an env took is not noted, where its deadline is found from the times seen.",
         5,
-        "deadlines:RequestDeadlines.note",
+        "pending:RequestDeadlines.note",
         "self._slowest[name] = seconds",
         "",
         ("tests/contract/test_auto_deadlines.py",),
@@ -1211,7 +1211,7 @@ MUTANTS = [
     Mutant(
         "Restarts are not charged to the budget.",
         5,
-        "policy:RestartBudget.admit",
+        "way_back:RestartBudget.admit",
         "self._restarts.append(now)",
         "",
         ("tests/unit/test_policy.py",),
@@ -1227,8 +1227,8 @@ MUTANTS = [
     Mutant(
         "After a process was replaced by plan replays begin at the construction again.",
         5,
-        "supervisor:Supervisor.take_over",
-        "journal.go_on_from(source.plan)",
+        "recoverer:Revived.note_in",
+        "journal.go_on_from(self.source.plan)",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
     ),
@@ -1356,7 +1356,7 @@ MUTANTS = [
         "A worker is given no time to close its envs where nobody has called close().",
         7,
         "supervisor:Supervisor.take_over",
-        "channel.envs, channel.patience = self._envs, self.deadlines.close",
+        "channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close",
         "channel.envs, channel.patience = self.reporter.env_in(-1), 0.5",
         ("tests/faults/test_close.py",),
     ),

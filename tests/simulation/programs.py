@@ -27,7 +27,7 @@ from kit.interruption import Interruption
 from kit.side_by_side import info_of
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv._engine.recovery import journal, supervisor
-from multienv._engine.recovery.policy import WINDOW
+from multienv._engine.recovery.way_back import WINDOW
 from multienv.errors import (
     CallPendingError,
     EnvsFailedError,

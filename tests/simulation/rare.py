@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from multienv import Deadlines, RestartPolicy
-from multienv._engine.recovery import deadlines as limits
-from multienv._engine.recovery import hot_path, journal, pending, policy, recoverer, state_machine, supervisor
-from multienv._engine.recovery.policy import ForkingPolicy
+from multienv._engine.recovery import hot_path, journal, pending, recoverer, state_machine, supervisor, way_back
+from multienv._engine.recovery.way_back import ForkingPolicy
 from multienv._engine.wire import segment
 
 LONGER = 3.0  # with "auto"
@@ -77,7 +76,7 @@ class Constants:
         changes = [
             (state_machine, "LOSSES", self.losses),
             (recoverer, "LOSSES", self.losses),
-            *((module, "POISON_AFTER", self.poison_after) for module in (state_machine, recoverer, policy)),
+            *((module, "POISON_AFTER", self.poison_after) for module in (state_machine, recoverer, way_back)),
             (journal, "MOST_CALLS", self.most_calls),
             (journal, "OVERHEAD", 0),
             (hot_path, "SAMPLE", self.sample),
@@ -85,8 +84,8 @@ class Constants:
             (segment, "_SHORT", self.payload),
         ]
         if self.auto:
-            changes += [(limits, "LEAST", 1.0), (limits, "MULTIPLE", 1.0), (limits, "STEPS", 0), (limits, "RESETS", 0)]
-            changes += [(pending, "LONGER", LONGER)]
+            found = {"LEAST": 1.0, "MULTIPLE": 1.0, "STEPS": 0, "RESETS": 0, "LONGER": LONGER}
+            changes += [(pending, name, value) for name, value in found.items()]
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         try:
             for module, name, value in changes:

@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multienv._engine.recovery import recoverer as recoverer_module
-from multienv._engine.recovery.policy import (
-    LONGEST_BACKOFF,
-    WINDOW,
-    Losses,
-    RecoveryProgress,
-    Recycling,
-    RestartBudget,
-)
+from multienv._engine.recovery.maintenance import Recycling
 from multienv._engine.recovery.recoverer import BudgetSpentError, Recoverer
+from multienv._engine.recovery.way_back import LONGEST_BACKOFF, WINDOW, Losses, RecoveryProgress, RestartBudget
 from multienv.config import Deadlines, RestartPolicy
 
 LARGEST_DIE = 1 - 2**-53
@@ -44,7 +38,7 @@ def test_an_interrupted_recovery_is_charged_once_and_has_its_whole_time_when_it_
 ):
     now = [100.0]
     monkeypatch.setattr(recoverer_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pytest.fail))
-    recoverer = Recoverer(None, RestartPolicy(max_restarts=1), Deadlines(recovery=20.0), print, print, print)  # type: ignore[arg-type]
+    recoverer = Recoverer(None, RestartPolicy(max_restarts=1), Deadlines(recovery=20.0), None, print, str)  # type: ignore[arg-type]
     progress = recoverer.begin()
     for _ in range(3):
         recoverer.admit(progress, answered=0)

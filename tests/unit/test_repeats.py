@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from multienv._engine.recovery.repeats import PERIOD, Repeats
+from multienv._engine.recovery.reporter import PERIOD, Repeats
 
 
 def test_the_first_loss_of_each_kind_is_told_whole():

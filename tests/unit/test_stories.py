@@ -14,10 +14,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "stories.py"
 MOST_FILES = {
     "SubprocessEnv.step": 7,
     "SubprocessVectorEnv.step": 8,
-    "reset": 19,
-    "a death": 32,
-    "load_state_dict": 28,
-    "restore": 23,
+    "reset": 16,
+    "a death": 29,
+    "load_state_dict": 22,
+    "restore": 18,
     "recv(4)": 10,
     "MultiEnv.step with an autoreset": 14,
 }

@@ -25,8 +25,8 @@ from multienv._engine import cores, interrupts
 from multienv._engine.asking.members import AutoresetHook, Blocking, Members, Requests, Round, breaks
 from multienv._engine.processes.channel import wait_any
 from multienv._engine.recovery import hot_path
-from multienv._engine.recovery.hot_path import MISSING, STEPPING, STEPPING_ASYNC
-from multienv._engine.recovery.state_machine import Process
+from multienv._engine.recovery.hot_path import MISSING
+from multienv._engine.recovery.state_machine import STEPPING, STEPPING_ASYNC, Process
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Task, idents_of_threads

@@ -18,7 +18,8 @@ from multienv._engine.asking.members import Members, Requests, Round, breaks
 from multienv._engine.processes.channel import LONGEST_SLEEP
 from multienv._engine.processes.watch import Watch
 from multienv._engine.recovery import hot_path
-from multienv._engine.recovery.hot_path import MISSING, STEPPING_ASYNC
+from multienv._engine.recovery.hot_path import MISSING
+from multienv._engine.recovery.state_machine import STEPPING_ASYNC
 from multienv._engine.threads import Bell
 
 # Seconds after requests were sent until their deadlines are looked at.

@@ -28,10 +28,9 @@ from multienv._engine.processes.launcher import Launch, Preload, method_of, prel
 from multienv._engine.processes.limits import limit_error, limits_of_workers
 from multienv._engine.processes.serial import SerialChannel
 from multienv._engine.processes.worker_process import run_uninterrupted
-from multienv._engine.recovery.policy import ForkingPolicy
-from multienv._engine.recovery.recoverer import Launcher
+from multienv._engine.recovery.recoverer import Launcher, Turns
 from multienv._engine.recovery.supervisor import Supervisor
-from multienv._engine.recovery.turns import Turns
+from multienv._engine.recovery.way_back import ForkingPolicy
 from multienv._engine.reports.store import directory_for
 from multienv._engine.threads import Pool, Task, side_by_side
 from multienv._engine.wire.messages import Build, Setting, seeds_from

@@ -258,15 +258,26 @@ class Answers:
             return info
         return {"final_obs": self._last_observation(segment, slot), "final_info": info, **info}
 
-    def plain(self, segment: Segment, number: int) -> RowsReply | Transition:
-        """Return the answer to a plain step of which some infos are pickled. Raises Illegible."""
+    def plain(self, segment: Segment, number: int) -> RowsReply | Transition | None:
+        """Return the answer to a plain step of which some infos are pickled; ``None`` if they cannot be read."""
         payload = segment.read_reply_payload(number)  # without a pickled part: the rows hold all
-        extras, illegible = call_user_code(partial(self._extras, number, payload), Illegible)
+        try:
+            extras, illegible = call_user_code(partial(self._extras, number, payload), Illegible)
+        except Illegible:
+            return None
         if self.codec.verbatim:
             return (*self.codec.transition(segment, number), _first_info(extras))
         reply = self.codec.rows(segment, number).with_extras(extras)
         reply.errors = {slot: unreadable("step", error) for slot, error in illegible.items()}
         return reply
+
+    def spaces_in(self, spaces: bytes) -> tuple[Any, Any]:
+        """Return the spaces that a single env has set; if it has set none, or unreadable ones, those it was built with."""
+        with contextlib.suppress(Illegible):
+            if spaces:
+                set_ones: tuple[Any, Any] = call_user_code(partial(pickle.loads, spaces), Illegible)
+                return set_ones
+        return self.codec.space, self.codec.action_space
 
     def shown(self, segment: Segment) -> Any:
         """Return what the caller saw last: an observation; the arrays of the rows; or a pickled row for each slot."""

@@ -141,6 +141,15 @@ class KeptSnapshots:
             self.free(token)
 
 
+def not_forked(obstacle: str) -> UsageError:
+    """Return the error for an env of which no snapshot can be taken."""
+    return UsageError(
+        f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, pipes, devices, "
+        "databases and shared memory do not survive a fork, and an env in the trainer (SerialEnv) is not "
+        "forked. Nothing is lost."
+    )
+
+
 # --- checkpoints ------------------------------------------------------------------------------------
 
 

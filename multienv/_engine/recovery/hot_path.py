@@ -22,7 +22,7 @@ from numpy import int64
 from multienv._engine.native import native
 from multienv._engine.processes.channel import SPIN_SECONDS, Channel, give_way
 from multienv._engine.processes.watch import Watched
-from multienv._engine.recovery.state_machine import Episode, Kind, Process, Request, State
+from multienv._engine.recovery.state_machine import EPISODE_OVER, RUNNING, State
 from multienv._engine.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP, INT_STEP
 from multienv._engine.wire.banks import BEGIN, ENDED, STEP, STEPPED
 from multienv._engine.wire.codecs import REWARD_TYPES, Codec
@@ -35,18 +35,6 @@ SAMPLE = 63
 # Seconds that take() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
 _PATIENCE = 0.01
 
-_STEP, _STEP_ASYNC = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", waits=False)
-_RESET, _RESET_ASYNC = Request(Kind.RESET, "reset"), Request(Kind.RESET, "reset", waits=False)
-# The states of the hot path. A state that is equal to one of them is that object: see interned().
-RUNNING = State(Process.READY, Episode.RUNNING)
-STEPPING = State(Process.READY, Episode.RUNNING, _STEP)
-STEPPING_ASYNC = State(Process.READY, Episode.RUNNING, _STEP_ASYNC)
-# A single env: its episode has ended; a reset that carries nothing is asked for.
-EPISODE_OVER = State(Process.READY, Episode.ENDED)
-RESETTING = State(Process.READY, Episode.ENDED, _RESET)
-RESETTING_ASYNC = State(Process.READY, Episode.ENDED, _RESET_ASYNC)
-_HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_ASYNC, EPISODE_OVER, RESETTING, RESETTING_ASYNC)}
-
 # What a plain reply means for the episode.
 GOES_ON, _ENDS, BEGINS = 0, 1, 2
 
@@ -56,16 +44,6 @@ class _Missing:
 
 
 MISSING = _Missing()
-
-
-def interned(state: State) -> State:
-    """Return the state of the hot path that is equal to this one, if there is one."""
-    return _HOT.get(state, state)
-
-
-def is_asked_plainly(state: State) -> bool:
-    """Tell whether the answer to what is pending may be a plain one."""
-    return state is STEPPING or state is STEPPING_ASYNC or state is RESETTING or state is RESETTING_ASYNC
 
 
 class StepBuffers:
@@ -174,9 +152,12 @@ def ask(
         if action is nothing:
             return place
         with supervisor.lock:
-            if supervisor.state is not RUNNING or supervisor.asked_by is not asker or supervisor.maintenance.is_due:
+            buffers = supervisor.buffers  # None: they are made for the first request to a process
+            if supervisor.state is not RUNNING or supervisor.asked_by is not asker or buffers is None:
                 return place
-            buffers, number, pending = supervisor.buffers, supervisor.position.number + 1, supervisor.pending
+            if supervisor.maintenance.is_due:
+                return place
+            number, pending = supervisor.position.number + 1, supervisor.pending
             try:
                 buffers.encode(number, action)
             except MultienvError:  # the supervisor raises it once more
@@ -222,10 +203,10 @@ def take(  # noqa: C901 - one loop, because each call counts here
     for member in reversed(members):
         supervisor = supervisors[member]
         with supervisor.lock:
-            if supervisor.state is not state:
+            buffers, position = supervisor.buffers, supervisor.position
+            if supervisor.state is not state or buffers is None:
                 is_left = True
                 continue
-            buffers, position = supervisor.buffers, supervisor.position
             number = position.number + 1
             words, side = buffers.words, number & 1
             spins = buffers.spins

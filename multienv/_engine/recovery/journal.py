@@ -20,17 +20,21 @@ What the journal holds is therefore bounded by the length of episodes, not by th
 
 from __future__ import annotations
 
+import logging
+import sys
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from multienv._engine.recovery.memory import MemoryAcrossResets
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import HEAD, OVERHEAD
 from multienv._engine.wire.messages import Replay, ReplayStart
+from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT
 from multienv.config import RestartPolicy
+
+logger = logging.getLogger("multienv")
 
 # Seconds that the envs of a worker took since their construction, up to which a replay begins there; or twice what the
 # construction took, if that is more.
@@ -54,6 +58,68 @@ _KEPT = 2
 MOST_CALLS = 1000
 # They take no more bytes than the limit of the journal divided by this.
 _CALLS_PART = 4
+
+
+class MemoryAcrossResets:
+    """Holds whether a replay from a reset has come out otherwise than what the caller saw.
+
+    Attributes:
+        has_shown: It has, in a worker of the batch. It never becomes false again.
+    """
+
+    def __init__(self) -> None:
+        self.has_shown = self._is_loss_logged = False
+
+    @property
+    def reservation(self) -> str:
+        """Return why a replay from a reset is not exact though it shows no difference."""
+        if self.has_shown:
+            return "This env carries memory across resets: a replay that begins at a reset may go on otherwise."
+        return "An env that remembers something from before the reset where its replay began may go on otherwise."
+
+    @property
+    def lost(self) -> str:
+        """Return what is lost when new envs replace old ones; ``""`` if no memory is known."""
+        return "What the env remembered from earlier episodes is lost." if self.has_shown else ""
+
+    def note(self, env: str, what: str) -> None:
+        """Note that a replay from a reset differs; log a warning the first time.
+
+        Args:
+            env: Names the env.
+            what: The difference.
+        """
+        if self.has_shown:
+            return
+        self.has_shown = True
+        logger.warning(
+            "%s carries memory across resets, or draws random numbers that multienv does not know: a replay from a "
+            "reset came out otherwise (%s). From now on a replay begins at the construction where it can, and planned "
+            "replacements wait for a reset of all envs of a worker, which then lose that memory. "
+            "To have only recoveries that are shown to be exact, give RestartPolicy(accept='exact'). "
+            "`multienv doctor` examines the env.",
+            env,
+            what,
+        )
+
+    def note_loss(self, env: str, why: str) -> str:
+        """Note that new envs have replaced old ones; return what is lost, and log a warning the first time.
+
+        Args:
+            env: Names the env.
+            why: The limit that was reached, in words.
+        """
+        if self.has_shown and not self._is_loss_logged:
+            self._is_loss_logged = True
+            logger.warning(
+                "%s: its process is replaced, %s, by one with new envs. What the env remembers from earlier episodes "
+                "(a curriculum, statistics) is lost, now and at each such replacement of an env of this batch. To keep "
+                "it, raise the limit (max_rss, recycle_…), give RestartPolicy(accept='exact'), or give the env what it "
+                "needs in the options of reset().",
+                env,
+                why,
+            )
+        return self.lost
 
 
 class Start(NamedTuple):
@@ -218,6 +284,12 @@ class Journal:
             self._kept_calls[number] = call
         self.entries[number] = entry
 
+    def log_all(self, number: int, entries: Iterable[bytes]) -> None:
+        """Add the entries of a rollout, the first of which has this number."""
+        self.cut(number - 1)
+        for one, entry in enumerate(entries, number):
+            self.log(one, entry)
+
     def cut(self, number: int) -> None:
         """Forget entries after that of ``number``: they were stored, but not committed."""
         for late in list(takewhile(lambda one: one > number, reversed(self.entries))):
@@ -328,6 +400,14 @@ class Journal:
         return tuple(self._kept_calls.values())
 
     # --- limits -----------------------------------------------------------------------------------
+
+    def apply_limits(self, seconds: float, words: Any) -> None:
+        """Forget what no recovery needs any more by its policy; ``words``: of the segment of the present process."""
+        if self.recording:
+            policy = self._policy
+            limit, longest = policy.journal_limit * self.slots, policy.replay_limit * self.slots
+            forks = policy.snapshots and policy.replays and sys.platform == "linux" and not words[OBSTACLE]
+            self.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
 
     def trim(self, limit: int, seconds: float, longest: float, snapshot: int, *, forks: bool = False) -> None:
         """Forget the entries and starts that no recovery needs any more.

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from multienv._engine.processes.channel import Channel, Gone
-from multienv._engine.recovery.memory import MemoryAcrossResets
-from multienv._engine.recovery.policy import RecoveryProgress
+from multienv._engine.recovery.journal import MemoryAcrossResets
+from multienv._engine.recovery.pending import Pending
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import NotBuilt, Recoverer, Revived, Unrecoverable
 from multienv._engine.recovery.reporter import Reporter
-from multienv._engine.recovery.state_machine import Episode, Instruction, Kind, NotRecovered, Recovered, Request, State
-from multienv._engine.recovery.way_back import sources_after_loss
+from multienv._engine.recovery.state_machine import (
+    Episode,
+    Instruction,
+    Kind,
+    Lost,
+    NotRecovered,
+    Process,
+    Recovered,
+    State,
+)
+from multienv._engine.recovery.way_back import RecoveryProgress, sources_after_loss
 from multienv._engine.reports.texts import what_happened
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.segment import ASKED
 from multienv.config import RestartPolicy
 from multienv.errors import MultienvError, RestartBudgetExceeded
-from multienv.events import Loss, Outcome
+from multienv.events import Outcome
+
+# After so many losses for one request, all by kills from outside, the past of the process is suspected, not the killer.
+_OUTSIDE_LOSSES = 3
 
 
-def slot_to_blame(gone: Gone, request: Request | None, number: int, slots: int) -> int:
+def slot_to_blame(gone: Gone, state: State, number: int, slots: int) -> int:
     """Return the slot whose env a lost process was calling; -1: none, or not known; ``slots``: a policy was called.
 
     Args:
         gone: How it was lost.
-        request: The pending one.
-        number: Of that.
+        state: The worker's before.
+        number: Of the pending request.
         slots: Number of envs.
     """
+    request = state.request
+    if state.process is Process.BUILDING:
+        return gone.slot
     if request is not None and request.steps and gone.number >= number:  # each step of it has a number of its own
         return gone.slot if gone.slot >= 0 else slots
     if gone.number != number:
@@ -58,31 +74,50 @@ class LossRecovery:
     """Recovers from one loss, and reports what comes of it: kept until the request is answered or the envs given up.
 
     Args:
+        gone: How the process was lost. It is not kept: its traceback would keep the segment mapped.
         lost: The channel of the lost process.
-        snapshot: See :func:`useful_snapshot`.
-        loss: The event that describes it. Not the ``Gone``: its traceback would keep the segment mapped.
-        progress: What the recovery has taken so far.
-        reporter: Of the worker.
-        long_past: The lost process had itself been started for this request, and had repeated more of the past than a
-            recovery needs. That past may be the cause, so a short replay is tried first.
+        state: The worker's before.
+        number: Of the pending request.
+        earlier: What the recovery before has taken, if that was for the same request.
+        recoverer, reporter, pending: Of the worker.
+        memory: Whether its envs have shown one.
+        long_past: The process came from a recovery, and had repeated more of the past than that needs.
 
     Attributes:
+        loss: What is told of it.
+        event: The same for the state machine.
+        progress: What the recovery has taken so far.
+        long_past: The past may be the cause: this process was started for this very request. A short replay is tried
+            first.
         processes: How many processes the request has ended; known once the envs are recovered.
     """
 
     def __init__(
         self,
+        gone: Gone,
         lost: Channel,
-        snapshot: int | None,
-        loss: Loss,
-        progress: RecoveryProgress,
+        state: State,
+        number: int,
+        earlier: RecoveryProgress | None,
+        recoverer: Recoverer,
         reporter: Reporter,
+        pending: Pending,
+        memory: MemoryAcrossResets,
         *,
-        long_past: bool = False,
+        long_past: bool,
     ) -> None:
-        self._lost, self._snapshot, self._reporter = lost, snapshot, reporter
-        self.loss, self.progress, self.long_past = loss, progress, long_past
-        self.processes = 0
+        slot = slot_to_blame(gone, state, number, reporter.slots)
+        kind = None if state.process is Process.BUILDING else (gone.cause, gone.fate.code)
+        progress = recoverer.begin_after(kind, earlier)
+        # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
+        least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
+        self.long_past = long_past and state.losses >= least
+        entry = partial(pending.entry, lost.segment, number, state.request)
+        self.loss = reporter.loss(gone, state.command, slot, pending.limit, entry)
+        self._lost, self._snapshot, self._reporter = lost, useful_snapshot(gone, lost, number - 1), reporter
+        self.progress, self.processes, self._memory = progress, 0, memory
+        is_past = self.long_past and gone.cause == "died"
+        self.event = Lost(gone.cause, slot, gone.is_from_outside, what_happened(self.loss), is_past, progress.tries)
 
     def recover(
         self, recoverer: Recoverer, position: Position
@@ -100,18 +135,13 @@ class LossRecovery:
             sources = sources_after_loss(position.journal, copy, long_past=self.long_past)
             found = recoverer.bring_back(position.build, sources, self.progress, lost=self._lost, why_no_source=why)
         except Unrecoverable as why_not:
-            reason = f"{self._because(str(why_not))} {position.journal.memory.lost}".rstrip()
+            reason = f"{self._because(str(why_not))} {self._memory.lost}".rstrip()
             return None, NotRecovered(reason, is_built=not isinstance(why_not, NotBuilt))
         return found, Recovered({slot: self._because(what) for slot, what in found.mismatches.items()})
 
-    @property
-    def what_happened(self) -> str:
-        """Return a sentence that says how the process was lost."""
-        return what_happened(self.loss)
-
     def _because(self, what: str) -> str:
         """Return the reason for a truncation: what happened, and why the envs cannot be recovered."""
-        return self._with_setback(f"{self.what_happened} It cannot be recovered: {what}.")
+        return self._with_setback(f"{what_happened(self.loss)} It cannot be recovered: {what}.")
 
     def _with_setback(self, reason: str) -> str:
         setback = self.progress.setback
@@ -136,7 +166,6 @@ class LossRecovery:
         instruction: Instruction,
         before: State,
         after: State,
-        memory: MemoryAcrossResets,
         begun: Sequence[int],
     ) -> tuple[Outcome, str]:
         """Return the outcome to report, and the reason for it.
@@ -146,7 +175,6 @@ class LossRecovery:
             instruction: What follows from that.
             before: The state before the event.
             after: The state after it.
-            memory: Has the reason if the outcome is "replayed", not "exact", and the code is the same.
             begun: Skipped slots that begin their next episode: nothing is truncated there.
         """
         if isinstance(event, NotRecovered):
@@ -161,7 +189,7 @@ class LossRecovery:
             return "truncated" if len(after.skipped) > len(begun) or truncated else "reset", reasons[0]
         if self.progress.is_exact:
             return "exact", ""
-        return "replayed", self._with_setback(self.progress.changed or memory.reservation)
+        return "replayed", self._with_setback(self.progress.changed or self._memory.reservation)
 
     def error(self, instruction: Instruction, state: State, policy: RestartPolicy) -> MultienvError:
         """Build the error for an instruction to raise."""

@@ -1,31 +1,79 @@
-"""Look after a worker between two requests: count the time of its envs, trim their journal, decide on its process."""
+"""When the process of a worker is to be replaced by plan: because simulators leak, or a reset ends processes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery.policy import Losses, Recycling
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.state_machine import Kind, State
 from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.segment import (
-    LOSS_SECONDS,
-    OBSTACLE,
-    OTHER_SECONDS,
-    SNAPSHOT,
-    SNAPSHOT_SECONDS,
-    SNAPSHOTS,
-    STEP_SECONDS,
-)
-from multienv._engine.worker.census import OBSTACLES
 from multienv.config import RestartPolicy
 
 
+class Recycling:
+    """Tells when a process is due to be replaced, because simulators leak.
+
+    Args:
+        policy: The limits.
+
+    Attributes:
+        wanted: The policy has such limits at all.
+    """
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self.wanted = policy.recycles
+        self.begin(0, 0)
+
+    def begin(self, steps: int, episodes: int, replayed: int = 0) -> None:
+        """Note that a new process takes over: after so many steps, ended episodes, and requests of a replay."""
+        self._steps, self._episodes, self._replayed = steps, episodes, replayed
+        self._again_at = self._waited = 0
+
+    def put_off(self, episodes: int, least: int) -> None:
+        """Note that a replacement has failed: it is tried at a reset of all envs, else after some more episodes.
+
+        Args:
+            episodes: Begun so far.
+            least: How many more the first time; then twice as many each time.
+        """
+        self._waited = 2 * self._waited or least
+        self._again_at = episodes + self._waited
+
+    def is_put_off(self, episodes: int) -> bool:
+        """Tell whether a replacement has failed not long ago."""
+        return episodes < self._again_at
+
+    def due(self, steps: int, episodes: int, slots: int, rss: Callable[[], int | None], *, is_over: bool) -> str:
+        """Return why the process should be replaced, or ``""``.
+
+        Args:
+            steps: Taken so far.
+            episodes: Ended so far.
+            slots: Number of envs.
+            rss: Tells the resident memory, in bytes. It is asked last: it costs a system call.
+            is_over: No episode runs.
+        """
+        policy = self._policy
+        if policy.recycle_after_steps is not None and steps - self._steps >= policy.recycle_after_steps:
+            return f"after {steps - self._steps} steps"
+        most = policy.recycle_after_episodes
+        if most is not None and episodes - self._episodes >= most and is_over:
+            return f"after {episodes - self._episodes} episodes"
+        # A replay of all that the process has done would leak as much once more. A replay goes back two episodes; where
+        # it alone takes that much, the process would be replaced all the time.
+        gains = is_over or (episodes - self._episodes >= 2 * slots and steps - self._steps >= self._replayed)
+        if policy.max_rss is not None and gains:
+            size = rss()
+            if size is not None and size > policy.max_rss:
+                return f"at {size / 2**20:.0f} MiB"
+        return ""
+
+
 class Maintenance:
-    """Looks after a worker: counts the time of its envs, trims their journal, finds when its process is to be replaced.
+    """Finds out when the process of a worker is to be replaced.
 
     Args:
         policy: The limits.
@@ -46,23 +94,19 @@ class Maintenance:
     )  # the hot path reads it, native code by offset
 
     def __init__(self, policy: RestartPolicy, position: Position, *, resets_itself: bool = False) -> None:
-        self._policy, self._position, self._resets_itself = policy, position, resets_itself
+        self._position, self._resets_itself = position, resets_itself
         self.recycling = Recycling(policy)
         self.takes_new_envs = (
             policy.accept != "exact" or policy.recycle_after_episodes is not None or not policy.replays
         )
-        self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
         self.is_due = False
         self.recycling_due = ""
         self.needs_rebuild: frozenset[int] = frozenset()
-        self._steps, self._others = 0, 0.0  # at the last call of took(): steps, and other time in the present process
-        self._step = 0.0  # time of a step, at the last count
 
-    def begin(self, channel: Channel, replayed: int, *, is_over: bool) -> None:
+    def begin(self, replayed: int, *, is_over: bool) -> None:
         """Note that a new process has taken over, after so many requests of a replay; ``is_over``: no episode runs."""
         if self.recycling.wanted:
             self.recycling.begin(self._position.steps, self._ended(is_over=is_over), replayed)
-        self._others = channel.segment.times[OTHER_SECONDS]
         self.is_due, self.recycling_due, self.needs_rebuild = False, "", frozenset()
 
     def _ended(self, *, is_over: bool) -> int:
@@ -93,48 +137,12 @@ class Maintenance:
         self.recycling_due, self.needs_rebuild = "", frozenset()
         self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
 
-    def moved(self) -> None:
-        """Note that the worker was moved to another position, whose steps are counted already."""
-        self._steps = self._position.steps
-
-    def count_time(self, channel: Channel, losses: Losses) -> float:
-        """Return the time that the envs took since the last count; ``losses``: of the workers of the batch."""
-        times = channel.segment.times
-        steps, others, step = self._position.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
-        # The smaller of two: a step may have waited for its core, and the next smoothed time shows that less.
-        seconds: float = max(0, steps - self._steps) * min(step, self._step or step) + others - self._others
-        self._steps, self._others, self._step = steps, others, step
-        losses.seconds += seconds
-        if losses.count:
-            times[LOSS_SECONDS] = losses.mean
-        return seconds
-
     def look(self, channel: Channel, is_between: Callable[[], bool]) -> None:
-        """Trim the journal, and find out what is due; after one step in 64, and when an episode ends or begins.
-
-        ``is_between`` tells whether no episode runs.
-        """
-        policy, position, words = self._policy, self._position, channel.segment.words
-        journal = position.journal
-        if journal.recording:
-            limit, longest = policy.journal_limit * journal.slots, policy.replay_limit * journal.slots
-            forks = self._forks and not words[OBSTACLE]
-            journal.trim(limit, position.seconds, longest, words[SNAPSHOT], forks=forks)
+        """Find out what is due; ``is_between`` tells whether no episode runs."""
+        position = self._position
         if self.recycling.wanted and not self.recycling_due:
             is_over = is_between()
             counts = position.steps, self._ended(is_over=is_over), len(position.seeds)
             self.recycling_due = self.recycling.due(*counts, channel.memory, is_over=is_over)
         is_ripe = bool(self.recycling_due) and not self.recycling.is_put_off(position.episodes)
         self.is_due = is_ripe or bool(self.needs_rebuild)
-
-    def statistics(self, channel: Channel | None) -> dict[str, Any]:
-        """Return what is told of a process, by the names that ``Statistics`` has for it."""
-        if channel is None:
-            return {"step_seconds": None, "snapshots": 0, "no_snapshots": "", "snapshot_seconds": None}
-        words, times = channel.segment.words, channel.segment.times
-        return {
-            "step_seconds": times[STEP_SECONDS] or None,
-            "snapshots": words[SNAPSHOTS],
-            "no_snapshots": OBSTACLES[words[OBSTACLE]],
-            "snapshot_seconds": times[SNAPSHOT_SECONDS] or None,
-        }

@@ -9,8 +9,6 @@ from math import inf
 from typing import Any
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery import deadlines
-from multienv._engine.recovery.deadlines import LONGER, RequestDeadlines
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.state_machine import Kind, Request, State
 from multienv._engine.reports.texts import deadline_of, foreign_frames
@@ -33,6 +31,7 @@ from multienv._engine.wire.banks import (
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import BEGINNING, Message, Reset, Rollout
 from multienv._engine.wire.segment import BUSY, REPLY, REQUEST, SLOT, SNAPSHOT, Segment
+from multienv.config import Deadlines
 
 logger = logging.getLogger("multienv")
 
@@ -40,6 +39,61 @@ logger = logging.getLogger("multienv")
 SILENCE = 60.0
 # The trainer looks so often within a deadline which env of a process is being called.
 _LOOKS = 8
+# The shortest deadline that is found from the times seen, seconds.
+LEAST = 60.0
+# A wait for less than this part of it says nothing of a deadline, and costs no more than without one.
+BRIEF = 0.01
+# A deadline is so many times the slowest request that was seen.
+MULTIPLE = 10.0
+# There is no deadline before so many steps and resets: the first ones compile and load.
+STEPS, RESETS = 20, 3
+# A deadline is so many times as long where a loss may cost the episode, and in the process after a first loss.
+LONGER = 5.0
+
+
+class RequestDeadlines:
+    """Keeps the deadlines of the requests to one worker, and finds those that are ``"auto"``.
+
+    Args:
+        deadlines: As the user gave them.
+        resets_in_steps: A step may be a reset, too.
+
+    Attributes:
+        step, reset, call: Seconds that an env may take; ``None``: there is no limit, or none yet.
+        is_learning: One of them is ``"auto"``.
+    """
+
+    def __init__(self, deadlines: Deadlines, *, resets_in_steps: bool) -> None:
+        self._finds = {name for name in ("step", "reset") if getattr(deadlines, name) == "auto"}
+        step, reset = deadlines.step, deadlines.reset
+        self.step: float | None = None if isinstance(step, str) else step
+        self.reset: float | None = None if isinstance(reset, str) else reset
+        self.call = deadlines.call
+        self.is_learning = bool(self._finds)
+        self._slowest = {"step": 0.0, "reset": 0.0}
+        self._resets_in_steps = resets_in_steps
+        self.learn(0, 0)
+
+    def finds(self, name: str) -> bool:
+        """Tell whether the deadline of ``"step"`` or ``"reset"`` is ``"auto"``."""
+        return name in self._finds
+
+    def note(self, name: str, seconds: float) -> bool:
+        """Note how long an env has taken for a step or a reset; return whether none took longer before."""
+        if seconds <= self._slowest.get(name, inf):
+            return False
+        self._slowest[name] = seconds
+        return True
+
+    def learn(self, steps: int, resets: int) -> None:
+        """Find the deadlines, once there were so many steps and resets."""
+        step, reset = self._slowest["step"], self._slowest["reset"]
+        if self._resets_in_steps:
+            step = reset = max(step, reset)
+        if "step" in self._finds and steps >= STEPS:
+            self.step = max(LEAST, MULTIPLE * step)
+        if "reset" in self._finds and resets >= RESETS:
+            self.reset = max(LEAST, MULTIPLE * reset)
 
 
 class Pending:
@@ -105,8 +159,7 @@ class Pending:
 
     def begin_step(self) -> None:
         """Hold a step, which lies in its bank."""
-        self.message, self.payload, self.limit, self._saved = None, b"", self.step_limit, None
-        self.arm()
+        self.begin(None, b"", self.step_limit)
 
     def begin_step_aside(self, number: int, action: Any, codec: Codec) -> None:
         """Hold a step for a process that is not there yet."""
@@ -117,9 +170,10 @@ class Pending:
         self.begin_step()
         self._saved = (number, *_step_in(aside, number))
 
-    def begin(self, message: Message, payload: bytes, limit: float | None) -> None:
-        """Hold a request that is not a step."""
-        self.message, self.payload, self._saved, self.limit = message, payload, None, limit
+    def begin(self, message: Message | None, payload: bytes, limit: float | None) -> None:
+        """Hold a request that is not a step, and forget the one before: after a restore it may have the same number."""
+        self.message, self.payload, self.limit = message, payload, limit
+        self._saved, self._own, self._excused = None, 0, None
         self.arm()
 
     def arm(self) -> None:
@@ -156,7 +210,7 @@ class Pending:
     def brief(self, request: Request | None, number: int) -> float:
         """Return for how many seconds a request may be waited for before its deadline, ``"auto"``, is looked at."""
         is_own = self.until is not None and not self._is_found(request, number)
-        return deadlines.BRIEF * deadlines.LEAST if self._limits.is_learning and not is_own else 0.0
+        return BRIEF * LEAST if self._limits.is_learning and not is_own else 0.0
 
     def find_limit(self, request: Request | None) -> None:
         """Give a request that had no deadline when it was asked the one that is known now."""
@@ -183,23 +237,24 @@ class Pending:
         self.limit = LONGER * limit
         return True
 
+    def note_hung(self, request: Request, number: int, slot: int) -> None:
+        """Note that the process hung: with an ``"auto"`` deadline the request gets more time once, as the log says."""
+        if self.lengthen(request, number):
+            text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
+            logger.warning(text, request.name, self._env_in(slot), self.limit)
+
     def _is_found(self, request: Request | None, number: int) -> bool:
         """Tell whether the deadline of a request is ``"auto"``, and not the caller's own."""
         return request is not None and self._own != number and self._limits.finds(request.kind.value)
 
     # --- another process --------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Forget the request, which is answered: after a restore, another request may have its number."""
-        self._saved, self._silence, self._mark = None, (0, inf), (0, None, inf, inf)
-        self._waited, self._own, self._excused = (0, inf), 0, None
-
     def save(self, segment: Segment, number: int) -> None:
         """Copy a step out of the bank of a lost process, for the next process."""
         if self._saved is None or self._saved[0] != number:
             self._saved = (number, *_step_in(segment, number))
 
-    def put(self, segment: Segment, number: int) -> None:
+    def _put(self, segment: Segment, number: int) -> None:
         """Write a saved step into the segment of another process."""
         if self._saved is not None and self._saved[0] == number:
             sometimes("a step is asked of another process")
@@ -220,6 +275,7 @@ class Pending:
         segment = channel.segment
         if segment.words[REQUEST] != number:
             self.arm()
+            self._put(segment, number)
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
             alone = request.left_alone
@@ -370,8 +426,10 @@ class Pending:
         """Return what the request carries beside its bank."""
         return _step_in(segment, number)[1] if request.is_plain_step else self.payload
 
-    def entry(self, segment: Segment, number: int, request: Request, layout: BankLayout) -> bytes:
+    def entry(self, segment: Segment, number: int, request: Request | None, layout: BankLayout) -> bytes:
         """Return the request as a journal entry without a reply, for a crash report."""
+        if request is None:
+            return b""
         if not request.is_plain_step:
             kind = BEGIN if self.message is BEGINNING else MESSAGE
             part, payload = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.payload

@@ -12,7 +12,7 @@ from typing import Any
 
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.wire.messages import Build
-from multienv._engine.wire.segment import Segment
+from multienv._engine.wire.segment import OTHER_SECONDS, STEP_SECONDS, Segment
 
 PickledRows = tuple[int, list[bytes | None]]
 # Resets where a replay can begin: number of the request, and slot → state of its generators before it.
@@ -42,6 +42,9 @@ class Position:
     """
 
     __slots__ = (
+        "_others",
+        "_step",
+        "_timed",
         "build",
         "episodes",
         "journal",
@@ -64,6 +67,8 @@ class Position:
         self.steps_before = [0] * len(build.draws)
         self.seeds: list[int | None] = [None] * len(build.draws)
         self.seconds = 0.0
+        # At the last count of the time: steps, other time in the present process, and time of a step.
+        self._timed, self._others, self._step = 0, 0.0, 0.0
 
     @property
     def pickled_rows_now(self) -> list[bytes | None]:
@@ -121,6 +126,12 @@ class Position:
                 self.journal.note_ends(slots, number)
         self.steps = before + steps
 
+    def count_truncation(self, slots: Iterable[int], left_alone: Iterable[int]) -> None:
+        """Count a step that ended the episodes of these slots without a process, and took no part in the others."""
+        self.count_left_alone(left_alone)
+        self.count_ends(slots)
+        self.steps += 1
+
     def count_left_alone(self, slots: Iterable[int]) -> None:
         """Leave the step that is answered now out of the count of these slots, which took no part in it."""
         for slot in slots:
@@ -145,6 +156,16 @@ class Position:
         bank, can_be = segment.banks[self.seen & 1], self.seen > 0 and self.build.autoreset != "SAME_STEP"
         return (bank.terminated | bank.truncated | bank.failed) & can_be
 
+    def count_time(self, segment: Segment) -> float:
+        """Count the time that the envs took since the last count, and return it."""
+        times = segment.times
+        others, step = times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
+        # The smaller of two: a step may have waited for its core, and the next smoothed time shows that less.
+        seconds: float = max(0, self.steps - self._timed) * min(step, self._step or step) + others - self._others
+        self._timed, self._others, self._step = self.steps, others, step
+        self.seconds += seconds
+        return seconds
+
     def note_starts(self, starts: Starts) -> None:
         """Note resets that were answered now: a replay can begin there."""
         for number, generators in starts:
@@ -166,6 +187,12 @@ class Position:
         bank = segment.banks[self.seen & 1]
         if len(shown["bank"]) == bank.layout.size - bank.layout.rewards:
             bank.view[bank.layout.rewards :] = shown["bank"]
+
+    def move_to(self, segment: Segment, before: Segment | None) -> None:
+        """Go on in another process's segment, which then has what the one before showed last."""
+        if before is not None:
+            self.show(segment, self.shown(before))
+        self._others = segment.times[OTHER_SECONDS]
 
     def dump(self, segment: Segment) -> dict[str, Any]:
         """Return all of it as plain data; ``segment``: of the process that showed what was seen last."""
@@ -190,3 +217,4 @@ class Position:
         self.seeds[:], self.steps_before[:] = data["seeds"], data["steps_before"]
         self.number, self.steps, self.episodes = data["number"], data["steps"], data["episodes"]
         self.seconds, self.spaces = data["seconds"], data["spaces"]
+        self._timed = self.steps

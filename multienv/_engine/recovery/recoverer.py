@@ -6,6 +6,7 @@ with what the caller saw, slot by slot.
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import time
@@ -18,21 +19,22 @@ from typing import Any, Protocol
 
 from multienv._engine import interrupts
 from multienv._engine.processes.channel import Channel, Gone
-from multienv._engine.recovery.code import BatchCode
-from multienv._engine.recovery.journal import UNKNOWN, Plan
-from multienv._engine.recovery.policy import LONGEST_BACKOFF, Losses, RecoveryProgress, RestartBudget
+from multienv._engine.recovery.journal import UNKNOWN, Journal, Plan
 from multienv._engine.recovery.state_machine import LOSSES, POISON_AFTER
-from multienv._engine.recovery.turns import Turns
 from multienv._engine.recovery.verification import differences, is_comparable
 from multienv._engine.recovery.way_back import (
+    LONGEST_BACKOFF,
     CameBack,
     Died,
     Failed,
     GiveUp,
+    Losses,
     NewEnvs,
     NewestSnapshot,
     NothingBuilt,
+    RecoveryProgress,
     Replayed,
+    RestartBudget,
     Source,
     TakeOver,
     Try,
@@ -43,6 +45,7 @@ from multienv._engine.recovery.way_back import (
 )
 from multienv._engine.reports.texts import counted
 from multienv._engine.sometimes import sometimes
+from multienv._engine.threads import Lock
 from multienv._engine.wire.banks import FAILED, HEAD, MESSAGE, U32, split_entries
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Illegible
@@ -62,6 +65,8 @@ from multienv._engine.wire.segment import LOSS_SECONDS, REPLAYING, RESTARTS, SLO
 from multienv._engine.worker.imports import changed_file
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import NoCapacityError, ResultNotPicklableError
+
+logger = logging.getLogger("multienv")
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
@@ -167,6 +172,70 @@ class Revived:
         """Return the replay that brought them back; ``None``: there was none."""
         return self.source.plan if isinstance(self.source, Replayed) else None
 
+    def note_in(self, journal: Journal, number: int) -> None:
+        """Note in the journal, whose last request has this number, where the envs come from."""
+        if isinstance(self.source, NewEnvs):
+            journal.begin(number, self.source.calls)
+        elif isinstance(self.source, Replayed):
+            journal.go_on_from(self.source.plan)
+            journal.lose(self.mismatches)
+
+
+class BatchCode:
+    """Keeps one copy of the list of files, which is long, and has each changed file told once.
+
+    Attributes:
+        builds_alone: An env could not be built beside the one that it was to replace, which holds a port or a lock.
+    """
+
+    def __init__(self) -> None:
+        self.builds_alone = False
+        self._first = b""
+        self._told: set[str] = set()
+
+    def shared(self, files: bytes) -> bytes:
+        """Return an equal list that another worker keeps, if there is one."""
+        self._first = self._first or files
+        return self._first if files == self._first else files
+
+    def tell(self, file: str) -> None:
+        """Log that a file has changed, the first time."""
+        if file not in self._told:
+            self._told.add(file)
+            logger.warning(
+                "%s has changed since the running envs imported it, and a new process imports it as it is now. A "
+                "replay there counts as replayed, not as exact, even if all compares equal; "
+                "RestartPolicy(accept='exact') does not take it.",
+                file,
+            )
+
+
+class Turns:
+    """Bounds how many workers build their envs at the same time.
+
+    A turn is taken by name, and taking it again does nothing. So an interruption right after that costs no turn.
+
+    Args:
+        most: How many may build at the same time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._building: set[object] = set()
+        self._lock = Lock()
+
+    def take(self, name: object) -> bool:
+        """Take a turn if there is one, and tell whether there is; it lasts until :meth:`give_back`."""
+        with self._lock:
+            if name not in self._building and len(self._building) >= self.most:
+                return False
+            self._building.add(name)
+            return True
+
+    def give_back(self, name: object) -> None:
+        """End a turn; does nothing if it was not taken."""
+        self._building.discard(name)
+
 
 class Recoverer:
     """Starts the processes of one worker and recovers its envs in them.
@@ -174,9 +243,9 @@ class Recoverer:
     Args:
         launcher: Where processes come from.
         policy, deadlines: The limits.
+        journal: Of the worker.
         tell: Logs what a recovery that takes long is doing.
-        strayed: Called with a slot, and the difference, if a replay from a reset differs from what the caller saw.
-        since: Returns what came after the request with this number; ``None``: that is not all known.
+        env_in: Names the env in a slot.
 
     Attributes:
         description: Of the envs; known once they were built.
@@ -193,9 +262,9 @@ class Recoverer:
         launcher: Launcher,
         policy: RestartPolicy,
         deadlines: Deadlines,
+        journal: Journal,
         tell: Callable[[str, RecoveryProgress], object],
-        strayed: Callable[[int, str], object],
-        since: Callable[[int], Plan | None],
+        env_in: Callable[[int], str],
     ) -> None:
         self.description: Description | None = None
         self.codec: Codec | None = None
@@ -207,7 +276,7 @@ class Recoverer:
         self._launcher = launcher
         self._policy = policy
         self._deadlines = deadlines
-        self._tell, self._strayed, self._since = tell, strayed, since
+        self._journal, self._tell, self._env_in = journal, tell, env_in
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
         self._current: Channel | None = None  # being started; the worker does not own it yet
@@ -311,14 +380,19 @@ class Recoverer:
 
     # --- building -----------------------------------------------------------------------------------
 
-    def launch(self, build: Build, *, replacement: bool = False, lost: Collection[int] = ()) -> tuple[Channel, int]:
+    def launch(
+        self, build: Build, progress: RecoveryProgress, *, replacement: bool = False, lost: Collection[int] = ()
+    ) -> tuple[Channel, int]:
         """Launch a process and ask it to build the envs; return its channel and the number of that request.
 
         Args:
             build: That request.
+            progress: Counts the process.
             replacement: It takes the place of another one.
             lost: Slots whose generators are not restored: they would repeat draws that the caller has seen.
         """
+        progress.attempts += 1
+        self.restarts += not progress.planned
         channel = self._current = self._launcher.start()
         if self._closed:
             channel.kill()
@@ -391,6 +465,7 @@ class Recoverer:
         """Release the process that was being started when an interruption came; this recoverer is not used any more."""
         current, self._current = self._current, None
         if current is not None:
+            current.kill()
             current.release()
         self._launcher.close()
 
@@ -408,9 +483,10 @@ class Recoverer:
         return progress
 
     def begin_after(self, kind: Hashable, before: RecoveryProgress | None) -> RecoveryProgress:
-        """Return the progress of the recovery from a loss of this kind; see :meth:`Losses.begin` for ``before``."""
+        """Return the progress of the recovery from a loss; see :meth:`Losses.begin`; ``kind`` ``None``: of a build."""
         progress, limit = self.begin(), self._deadlines.recovery
-        self.losses.begin(progress, before, kind, math.inf if limit is None else limit)
+        if kind is not None:
+            self.losses.begin(progress, before, kind, math.inf if limit is None else limit)
         return progress
 
     def arm(self, progress: RecoveryProgress) -> None:
@@ -607,7 +683,7 @@ class Recoverer:
 
     def copy_of(self, channel: Channel, number: int | None) -> NewestSnapshot | None:
         """Return the copy that a lost process has left, as a source; ``None``: there is none that leads on."""
-        plan = None if number is None else self._since(number)
+        plan = None if number is None else self._journal.since(number)
         return None if plan is None or number is None else NewestSnapshot(channel, number, plan)
 
     def restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int] = ()) -> Channel:
@@ -668,10 +744,8 @@ class Recoverer:
         deaths = Counter[bool]()
         while True:
             self._check_time(progress)
-            progress.attempts += 1
-            self.restarts += not progress.planned
             try:
-                channel, number = self.launch(build, replacement=True, lost=lost)
+                channel, number = self.launch(build, progress, replacement=True, lost=lost)
             except NoCapacityError as error:
                 raise NotBuilt(str(error)) from error.with_traceback(None)
             try:
@@ -709,7 +783,9 @@ class Recoverer:
         found = differences(plan.entries, answered, codec.layout, verbatim=codec.verbatim, starts=starts)
         for slot in plan.resets:
             if slot in found and is_comparable(found[slot]):
-                self._strayed(slot, found[slot])
+                env = self._env_in(slot)
+                spec = None if self.description is None else self.description.spec
+                self._journal.memory.note(env if spec is None else f"{spec.id} ({env})", found[slot])
         differ = {slot: f"the replay does not match what was seen: {what}" for slot, what in found.items()}
         return {**differ, **plan.missing}
 

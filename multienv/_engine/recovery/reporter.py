@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -14,17 +14,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multienv._engine.interrupts import runs_user_code
-from multienv._engine.processes.channel import Gone
+from multienv._engine.processes.channel import Channel, Gone
 from multienv._engine.recovery import state_machine
 from multienv._engine.recovery.journal import replays_of
-from multienv._engine.recovery.policy import RecoveryProgress
 from multienv._engine.recovery.position import Position
-from multienv._engine.recovery.repeats import Repeats
+from multienv._engine.recovery.way_back import RecoveryProgress
 from multienv._engine.reports.crash import Case, CrashReports
 from multienv._engine.reports.texts import env_error, lost_error, named, outcome_text, what_happened
+from multienv._engine.threads import beside
+from multienv._engine.wire.banks import BankLayout
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import Description, Failure
+from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT_SECONDS, SNAPSHOTS, STEP_SECONDS
 from multienv._engine.wire.shared_pickle import SharedPickle
+from multienv._engine.worker.census import OBSTACLES
 from multienv.errors import UsageError, WorkerLostError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
 
@@ -32,6 +35,59 @@ logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
 # How many events of a worker are kept for crash reports.
 _PATH = 50
+# Seconds that the end of a worker waits for the log to take its warnings.
+_LOG_WITHIN = 0.5
+# Seconds between two lines of the log about losses of one kind.
+PERIOD = 60.0
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Counts the losses of one kind since the last line about them.
+
+    Attributes:
+        outcome: Of all of them.
+        logged_at: When the last line was written, seconds of the clock.
+        count: Losses since then.
+        last: The text about the newest one.
+    """
+
+    outcome: str
+    logged_at: float
+    count: int = 0
+    last: str = ""
+
+    def next_line(self, now: float) -> str:
+        """Return a line about the losses since the last one, and begin to count anew."""
+        count, seconds = self.count, now - self.logged_at
+        self.count, self.logged_at = 0, now
+        if count == 1:
+            return self.last
+        return f"{count} such losses in the last {seconds:.0f} s, all {self.outcome}. The last: {self.last}"
+
+
+class Repeats:
+    """Decides when a loss is logged: the first of each kind at once, then at most one line a minute and kind."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[Hashable, str], _Kind] = {}
+
+    def line(self, cause: Hashable, outcome: str, text: str, now: float) -> str:
+        """Return the line to log after a loss; ``""``: the loss is only counted.
+
+        Args:
+            cause: With ``outcome``, the kind of the loss.
+            outcome: What became of it.
+            text: The line about this loss alone.
+            now: The clock, seconds.
+        """
+        kind = self._kinds.setdefault((cause, outcome), _Kind(outcome, now - PERIOD))
+        kind.count, kind.last = kind.count + 1, text
+        return kind.next_line(now) if now - kind.logged_at >= PERIOD else ""
+
+    def rest(self, now: float) -> list[str]:
+        """Return a line for each kind of which losses have only been counted since its last line."""
+        return [kind.next_line(now) for kind in self._kinds.values() if kind.count]
 
 
 class Reporter:
@@ -46,6 +102,8 @@ class Reporter:
         reports: Where crash reports are written; ``None``: nowhere.
 
     Attributes:
+        slots: Number of envs.
+        description, codec: Of the envs; ``None``: they were never built.
         asked: Seeds of the reset that was asked for last, answered or not.
         events: Hooks, each with an event that it has not been called with yet. Several fan-outs read it, so it is never
             replaced.
@@ -55,12 +113,14 @@ class Reporter:
     def __init__(self, position: Position, index: int | None, hooks: tuple[Hook, ...], reports: Path | None) -> None:
         self._position, self.index = position, index
         self.reports = CrashReports(reports, index)
+        self.description: Description | None = None
+        self.codec: Codec | None = None
         self.asked: Sequence[int | None] = ()
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
         self.events: deque[tuple[Callable[[Any], object], Any]] = deque()
         self.path: deque[tuple[state_machine.Event, state_machine.State]] = deque(maxlen=_PATH)
-        self._slots = len(position.seeds)
+        self.slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
         self._lost_in = 0  # number of the last request that was answered before the last loss
@@ -85,17 +145,17 @@ class Reporter:
     @property
     def envs(self) -> tuple[int, ...]:
         """Return the indexes of the envs in their batch; ``()``: they have none."""
-        return () if self.index is None else tuple(range(self.index, self.index + self._slots))
+        return () if self.index is None else tuple(range(self.index, self.index + self.slots))
 
     def index_of(self, slot: int) -> int | None:
         """Return the index of a slot's env in its batch; of slot -1, that of a worker with one env."""
         if slot >= 0:
             return None if self.index is None else self.index + slot
-        return self.index if self._slots == 1 else None
+        return self.index if self.slots == 1 else None
 
     def seed_of(self, slot: int, command: str) -> int | None:
         """Return the seed that a reset asks for, else the last seed of a slot; of slot -1, that of the only env."""
-        known = slot < self._slots and (slot >= 0 or self._slots == 1)
+        known = slot < self.slots and (slot >= 0 or self.slots == 1)
         if not known:
             return None
         asked = self.asked[max(slot, 0)] if command == "reset" and self.asked else None
@@ -103,7 +163,7 @@ class Reporter:
 
     def episode_steps(self, slot: int, command: str) -> int | None:
         """Return the steps of a slot's episode, if ``command`` is in one; of slot -1, that of a worker with one env."""
-        known = (slot >= 0 or self._slots == 1) and command not in ("initialize", "reset", "rollout")
+        known = (slot >= 0 or self.slots == 1) and command not in ("initialize", "reset", "rollout")
         position = self._position
         return max(0, position.steps - position.steps_before[max(slot, 0)]) if known else None
 
@@ -137,13 +197,11 @@ class Reporter:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def _case(
-        self, pending: bytes, deadline: float | None, description: Description | None, codec: Codec | None
-    ) -> Case | None:
+    def _case(self, entry: Callable[[BankLayout], bytes], deadline: float | None) -> Case | None:
         """Return the data for a crash report; ``None`` if no reports are wanted."""
         if not self.reports.wanted:
             return None
-        journal, build = self._position.journal, self._position.build
+        journal, build, codec = self._position.journal, self._position.build, self.codec
         known = journal.recording and codec is not None
         packed = build.env_fns
         if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
@@ -151,36 +209,27 @@ class Reporter:
         return Case(
             replays=partial(replays_of, journal.dump() if known else None),
             size=len(journal) if known else 0,
-            pending=pending,
+            pending=b"" if codec is None else entry(codec.layout),
             build=replace(build, env_fns=packed, code=b""),
-            description=description,
+            description=self.description,
             deadline=deadline,
             layout=None if codec is None else codec.layout,
             path=tuple(state_machine.line_of(event, after) for event, after in tuple(self.path)),
         )
 
     def loss(
-        self,
-        gone: Gone,
-        command: str,
-        slot: int,
-        limit: float | None,
-        description: Description | None,
-        codec: Codec | None,
-        pending: bytes = b"",
+        self, gone: Gone, command: str, slot: int, limit: float | None, entry: Callable[[BankLayout], bytes]
     ) -> Loss:
         """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`recovery`.
 
         Args:
             gone: How it was lost.
             command: What the caller had called.
-            slot: The slot whose env the process was executing; -1: none, or not known.
+            slot: The slot whose env the process was executing; -1, or none of the envs': none, or not known.
             limit: The deadline of the request, seconds.
-            description: Of the envs; ``None``: they were never built.
-            codec: Of the envs; ``None`` in the same case.
-            pending: The entry of the request in which the process was lost, for a crash report.
+            entry: Returns the entry of the request in which the process was lost, for a crash report.
         """
-        fate = gone.fate
+        fate, slot = gone.fate, slot if slot < self.slots else -1
         loss = Loss(
             env_index=self.index_of(slot),
             cause=gone.cause,
@@ -193,12 +242,12 @@ class Reporter:
             stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail and gone.cause != "died" else ""),
             deadline=limit if gone.cause == "hung" else None,
             detail=gone.detail,
-            idle=codec is not None and gone.number == 0 and gone.cause != "broken" and fate.code is not None,
+            idle=self.codec is not None and gone.number == 0 and gone.cause != "broken" and fate.code is not None,
             envs=self.envs,
-            seeds=tuple(self.seed_of(slot, command) for slot in range(self._slots)),
+            seeds=tuple(self.seed_of(slot, command) for slot in range(self.slots)),
         )
         self._lost_in = self._position.number
-        self.reports.open(loss, self._case(pending, limit, description, codec))
+        self.reports.open(loss, self._case(entry, limit))
         logger.info("%s", what_happened(loss))
         self._losses += 1
         self.last_loss = loss
@@ -245,8 +294,12 @@ class Reporter:
             if line:
                 logger.warning("%s", line)
 
-    def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
-        """Note that an exception of an env ended its episode, as ``on_error="truncate"`` says."""
+    def truncated_errors(self, errors: Iterable[tuple[int, Exception]], pid: int | None) -> None:
+        """Note which exceptions of envs, by slot, ended their episodes, as ``on_error="truncate"`` says."""
+        for slot, error in errors:
+            self._truncated_error(slot, error, pid)
+
+    def _truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
         index = self.index_of(slot)
         text = f"An exception of the env ended its episode (on_error='truncate'): {error}"
         line = self._repeats.line((index, type(error).__name__), "truncated", text, time.monotonic())
@@ -284,10 +337,12 @@ class Reporter:
             logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
         self.events += self._for_hooks(Recycled(self.index, why, outcome, reason, progress.replayed, seconds))
 
-    def unlogged(self) -> list[str]:
-        """Return a line for each kind of loss of which some are not in the log yet; they then count as logged."""
+    def log_rest(self) -> None:
+        """Log a line for each kind of loss of which some are not in the log yet; waits only shortly for the log."""
         self._log()
-        return self._repeats.rest(time.monotonic())
+        lines = self._repeats.rest(time.monotonic())
+        if lines:
+            beside(partial(_warn, lines), _LOG_WITHIN)
 
     def _for_hooks(self, event: Event) -> list[tuple[Hook, Event]]:
         return [(hook, event) for hook in self._hooks]
@@ -296,10 +351,26 @@ class Reporter:
         """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
         call_hooks(self.events)
 
-    def statistics(self, **others: Any) -> Statistics:
-        """Return the counters at this moment, with ``others``."""
+    def statistics(self, channel: Channel | None, state: str, restarts: int, *, is_there: bool) -> Statistics:
+        """Return the counters at this moment.
+
+        Args:
+            channel: To the present process, or the last one.
+            state: Of the worker, in a word.
+            restarts: Processes started in place of lost ones.
+            is_there: The process should be running.
+        """
+        alive = channel if is_there and channel is not None and not channel.has_ended() else None
+        words, times = (None, None) if channel is None else (channel.segment.words, channel.segment.times)
         return Statistics(
-            **others,
+            state=state,
+            restarts=restarts,
+            pid=None if alive is None else alive.pid,
+            rss=None if alive is None else alive.memory(),
+            step_seconds=times[STEP_SECONDS] or None if times else None,
+            snapshots=words[SNAPSHOTS] if words else 0,
+            no_snapshots=OBSTACLES[words[OBSTACLE]] if words else "",
+            snapshot_seconds=times[SNAPSHOT_SECONDS] or None if times else None,
             steps=self._position.steps,
             episodes=self._position.episodes,
             losses=self._losses,
@@ -316,6 +387,11 @@ class Reporter:
             last_loss=self.last_loss,
             last_recovery=self.last_recovery,
         )
+
+
+def _warn(lines: list[str]) -> None:
+    for line in lines:
+        logger.warning("%s", line)
 
 
 @runs_user_code

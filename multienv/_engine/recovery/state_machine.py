@@ -123,10 +123,32 @@ class State(NamedTuple):
     what: str = ""
 
     @property
+    def command(self) -> str:
+        """Return what the caller has called, or what is asked between two of its calls."""
+        if self.process is Process.BUILDING:
+            return "initialize"
+        return "snapshot" if self.request is None else self.request.name
+
+    @property
     def is_plain(self) -> bool:
         """Tell whether a step is pending in which all slots take part."""
         request = self.request
         return request is not None and request.is_plain_step and request.touched is None and not self.skipped
+
+
+_STEP, _STEP_ASYNC = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", waits=False)
+_RESET, _RESET_ASYNC = Request(Kind.RESET, "reset"), Request(Kind.RESET, "reset", waits=False)
+# The states of plain steps. decide() returns these very objects, so the hot path compares by ``is``.
+RUNNING = State(Process.READY, Episode.RUNNING)
+STEPPING = State(Process.READY, Episode.RUNNING, _STEP)
+STEPPING_ASYNC = State(Process.READY, Episode.RUNNING, _STEP_ASYNC)
+# A single env: its episode has ended; a reset that carries nothing is asked for.
+EPISODE_OVER = State(Process.READY, Episode.ENDED)
+RESETTING = State(Process.READY, Episode.ENDED, _RESET)
+RESETTING_ASYNC = State(Process.READY, Episode.ENDED, _RESET_ASYNC)
+# Of these the answer may be a plain one.
+ASKED_PLAINLY = STEPPING, STEPPING_ASYNC, RESETTING, RESETTING_ASYNC
+_PLAIN = {state: state for state in (RUNNING, EPISODE_OVER, *ASKED_PLAINLY)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +396,7 @@ def decide(state: State, event: Event, rules: Rules) -> tuple[State, Instruction
         raise ValueError(f"{type(event).__name__} cannot happen while the process is {state.process.value}")
     after, instruction = _HANDLERS[type(event)](state, event, rules)
     assert after.process in allowed, (state, event, after)
-    return after, instruction
+    return _PLAIN.get(after, after), instruction
 
 
 def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception | None:
@@ -656,6 +678,7 @@ def _given_up(state: State, pending_truncations: Mapping[int, str], *, running: 
     )
 
 
+# Event → the function that says what follows from it.
 _HANDLERS: Mapping[type, Callable[[State, Any, Rules], tuple[State, Instruction]]] = {
     Launched: _launched,
     Built: _built,

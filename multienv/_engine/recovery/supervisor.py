@@ -7,17 +7,15 @@ caller has seen.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
 and the next call collects it. Another signal handler may raise anywhere: then the process counts as lost
-(``count_as_lost``), and the next call recovers the envs to where the caller saw them last. So only the line of
-``_store`` is written with an exception in mind. While a process takes over from another one, the state says that there
-is none, or a lost one.
+(``count_as_lost``), and the next call recovers the envs to where the caller saw them last. So only the last assignment
+of ``_happen`` is written with an exception in mind. While a process takes over from another one, the state says that
+there is none, or a lost one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -33,26 +31,11 @@ from multienv._engine.processes.channel import Channel, Gone, SystemErrors
 from multienv._engine.processes.endings import SOON, Closing, let_go
 from multienv._engine.recovery import checkpoint
 from multienv._engine.recovery.answers import Answers, Read
-from multienv._engine.recovery.deadlines import RequestDeadlines
-from multienv._engine.recovery.hot_path import (
-    BEGINS,
-    EPISODE_OVER,
-    MISSING,
-    RESETTING,
-    RESETTING_ASYNC,
-    SAMPLE,
-    STEPPING,
-    STEPPING_ASYNC,
-    ask,
-    buffers_of,
-    interned,
-    is_asked_plainly,
-    take,
-)
+from multienv._engine.recovery.hot_path import BEGINS, MISSING, SAMPLE, ask, buffers_of, take
 from multienv._engine.recovery.journal import Journal
-from multienv._engine.recovery.loss_recovery import LossRecovery, slot_to_blame, useful_snapshot
+from multienv._engine.recovery.loss_recovery import LossRecovery
 from multienv._engine.recovery.maintenance import Maintenance
-from multienv._engine.recovery.pending import Pending, request_of
+from multienv._engine.recovery.pending import Pending, RequestDeadlines, request_of
 from multienv._engine.recovery.position import Position, Starts
 from multienv._engine.recovery.recoverer import (
     BudgetSpentError,
@@ -66,6 +49,9 @@ from multienv._engine.recovery.replacement import Replacement
 from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.rollouts import RolloutReader
 from multienv._engine.recovery.state_machine import (
+    ASKED_PLAINLY,
+    STEPPING,
+    STEPPING_ASYNC,
     Asked,
     BudgetSpent,
     BuildFailed,
@@ -78,7 +64,6 @@ from multienv._engine.recovery.state_machine import (
     Interrupted,
     Kind,
     Launched,
-    Lost,
     Process,
     RecoveryDue,
     Replied,
@@ -91,11 +76,10 @@ from multienv._engine.recovery.state_machine import (
     refusal,
     slots_between,
 )
-from multienv._engine.recovery.way_back import NewEnvs, Replayed, sources_of_new_envs
+from multienv._engine.recovery.way_back import NewEnvs, sources_of_new_envs
 from multienv._engine.sometimes import sometimes
-from multienv._engine.threads import Lock, beside
+from multienv._engine.threads import Lock
 from multienv._engine.wire.codecs import Codec
-from multienv._engine.wire.infos import Illegible
 from multienv._engine.wire.messages import (
     BEGINNING,
     Build,
@@ -105,22 +89,19 @@ from multienv._engine.wire.messages import (
     Message,
     Reset,
     Rollout,
-    call_user_code,
     pack_message,
 )
-from multienv._engine.wire.segment import ASKED, REQUEST
+from multienv._engine.wire.segment import ASKED, LOSS_SECONDS, REQUEST
 from multienv._engine.worker.starts import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import ClosedError, MultienvError, UsageError, WaitTimeout
-from multienv.events import Hook, Loss, Statistics
+from multienv.events import Hook, Statistics
 
 logger = logging.getLogger("multienv")
 
 # Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
 ASIDE = 30.0
 _INTERRUPTED = "it was ended, because an exception of a signal handler struck in a call that had asked it"
-# After so many losses for one request, all by kills from outside, the past of the process is suspected, not the killer.
-_OUTSIDE_LOSSES = 3
 # Instructions that block for long: a caller that has other workers to wait for leaves them to a thread.
 _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
@@ -133,7 +114,8 @@ _supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 def _refuse_in_child() -> None:
     """In a forked child of the trainer: no step gets past the first branch, which says whose the env is."""
     for supervisor in list(_supervisors):
-        supervisor.note_closed()
+        supervisor._is_foreign = True
+        supervisor._happen(Closed())
 
 
 if hasattr(os, "register_at_fork"):
@@ -206,6 +188,7 @@ class Supervisor:
         self._sharing = 0
         self.policy, self.deadlines = policy, deadlines
         self._owner = os.getpid()
+        self._is_foreign = False  # this process was forked from the trainer that owns the worker
         self.lock = Lock()
         self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
         resets_itself = build.autoreset in ("NEXT_STEP", "SAME_STEP")
@@ -214,13 +197,10 @@ class Supervisor:
         share = 0.0 if not recording else LARGE_SHARE if policy.recycles else SHARE
         self.position = Position(replace(build, starts=share), journal)
         self.reporter = Reporter(self.position, index, hooks, reports)
-        self._envs = self.reporter.env_in(-1)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
-        self.recoverer = Recoverer(
-            launcher, policy, deadlines, self.reporter.recovering, self._strayed, lambda number: journal.since(number)
-        )
+        self.recoverer = Recoverer(launcher, policy, deadlines, journal, self.reporter.recovering, self.reporter.env_in)
         self.closing = Closing(self.recoverer.ask_to_close, deadlines.close)
         self.channel: Channel | None = None
         self.loss_recovery: LossRecovery | None = None
@@ -232,15 +212,9 @@ class Supervisor:
         self.answers: Any = None  # Answers
         self._rollout_reader: RolloutReader | None = None  # made when it is first needed
         self._kept = checkpoint.KeptSnapshots(self.recoverer.free)
-        # Of the present process.
-        self.segment: Any = None
+        self.segment: Any = None  # of the present process, as the buffers
         self.buffers: Any = None  # StepBuffers
         _supervisors.add(self)
-
-    @property
-    def description(self) -> Description | None:
-        """Return what the envs are, once they were built."""
-        return self.recoverer.description
 
     def share_memory(self, other: Supervisor) -> None:
         """Share with the first worker of the batch what is known of the env: memory across resets, code, losses."""
@@ -253,7 +227,7 @@ class Supervisor:
         """Launch the process and ask it to build the envs; does not wait. Again does nothing."""
         with self.lock:
             self._refuse_if_unusable("start")
-            if self.state.process is Process.NONE and self.description is None:
+            if self.state.process is Process.NONE and self.codec is None:
                 interrupts.users.add(self)
                 interrupts.take_over()
                 self._launch()
@@ -262,31 +236,28 @@ class Supervisor:
         """Wait until the envs are built; start first if need be. Again does nothing."""
         with self.lock:
             self._refuse_if_unusable("initialize")
-            if self.description is None or self.state.process is Process.BUILDING:
+            if self.codec is None:
                 check_seconds("timeout", timeout, zero=True)
                 self.start()
                 self._carry_out(timeout, recover=True)
-            assert self.description is not None
-            return self.description
+            assert self.recoverer.description is not None
+            return self.recoverer.description
 
     def _launch(self) -> Instruction:
         """Launch the first process and ask it to build the envs; one that replaces a lost one is charged."""
         loss_recovery = self.loss_recovery
-        if loss_recovery is not None:
-            progress = loss_recovery.progress
-            progress.begins_at = None  # each of these deaths is charged
-            try:
-                self.recoverer.admit(progress, self.position.steps)
-            except (BudgetSpentError, Unrecoverable):
-                return self._spend_budget(loss_recovery)
-            progress.attempts += 1
-            self.recoverer.restarts += 1
-        self.channel, self._building = self.recoverer.launch(self.position.build)
+        progress = self.recoverer.begin(planned=True) if loss_recovery is None else loss_recovery.progress
+        try:
+            self.recoverer.admit(progress, self.position.steps)
+            self.channel, self._building = self.recoverer.launch(self.position.build, progress)
+        except (BudgetSpentError, Unrecoverable):
+            self._refuse_if_unusable("initialize")
+            return self._spend_budget()
         self.recoverer.handed_over()
         self.pending.bound(self.deadlines.start)
         return self._happen(Launched())
 
-    # --- steps, and resets that carry nothing -----------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def send_step(self, action: Any, waits: bool = True, touched: tuple[bool, ...] | None = None) -> None:
         """Publish a step; does not block.
@@ -300,17 +271,6 @@ class Supervisor:
             state = STEPPING if waits else STEPPING_ASYNC
             if touched is not None or not ask((self,), (0,), 0, (action,), state, self.asked_by):
                 self._prepare_step(action, waits, touched)
-
-    def _send_beginning(self, waits: bool) -> bool:
-        """Publish the reset of a single env that carries nothing, if its episode has ended and nothing else is due."""
-        maintenance = self.maintenance
-        if self.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
-            return False
-        self.reporter.asked = ()
-        self.pending.begin(BEGINNING, b"", self.pending.limit_of(Kind.RESET))
-        self.state = RESETTING if waits else RESETTING_ASYNC
-        self._publish()
-        return True
 
     def collect(self, timeout: float | None = None, recover: bool = True) -> Any:
         """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
@@ -326,18 +286,15 @@ class Supervisor:
         """
         with self.lock:
             answers: list[Any] = [MISSING]
-            if timeout is None and is_asked_plainly(self.state) and not take((self,), (0,), answers, self.state):
+            if timeout is None and self.state in ASKED_PLAINLY and not take((self,), (0,), answers, self.state):
                 return answers[0]
             return self._carry_out(timeout, recover)
 
     def is_answered(self, number: int, until: float | None) -> bool:
         """Wait for the reply to a step or a plain reset; tell whether it is there.
 
-        Nothing is done here about a process that has ended: :meth:`collect` finds it again, and notes the loss.
-
-        Args:
-            number: Of the request.
-            until: When to give up waiting, before anything is done about its deadline; ``None``: never.
+        Nothing is done here about a process that has ended: :meth:`collect` finds it again, and notes the loss. With
+        ``until`` nothing is done about the deadline of the request, either.
         """
         if until is not None and time.monotonic() >= until:
             return False
@@ -350,10 +307,7 @@ class Supervisor:
 
     def with_infos(self, number: int) -> Any:
         """Return the plain answer with pickled infos; ``None`` if they cannot be read, which the slow path tells of."""
-        try:
-            return self.answers.plain(self.segment, number)
-        except Illegible:
-            return None
+        return self.answers.plain(self.segment, number)
 
     def _await(self, number: int, until: float | None, *, ends_overdue: bool = True) -> bool:
         channel = self.channel
@@ -375,8 +329,6 @@ class Supervisor:
         if self.segment is not None:
             self.pending.note_time(self.segment, self.state.request)
 
-    # --- requests ---------------------------------------------------------------------------------
-
     def _prepare_step(self, action: Any, waits: bool, touched: tuple[bool, ...] | None) -> None:
         """Ask for a step where the worker is not simply waiting for one."""
         self.check("step", Kind.STEP)
@@ -384,13 +336,13 @@ class Supervisor:
             self._replace_if_due(resetting=False)
         number = self.position.number + 1
         if self.state.process is Process.READY:
+            self._make_buffers()
             self.buffers.encode(number, action)
             self.pending.begin_step()
         else:
             assert self.codec is not None
             self.pending.begin_step_aside(number, action, self.codec)
-        self._happen(Asked(Request(Kind.STEP, "step", waits, touched)))
-        if instruction_of(self.state, self.rules) is Instruction.ASK:
+        if self._happen(Asked(Request(Kind.STEP, "step", waits, touched))) is Instruction.ASK:
             self._publish()
 
     def send(self, name: str, message: Message, waits: bool = True) -> None:
@@ -402,8 +354,6 @@ class Supervisor:
             waits: The caller collects the answer in the same call.
         """
         with self.lock:
-            if message is BEGINNING and self._send_beginning(waits):
-                return
             request = request_of(name, message, waits)
             self.check(name, request.kind)
             is_reset = request.kind is Kind.RESET
@@ -416,39 +366,47 @@ class Supervisor:
                 self.reporter.asked = message.seeds
             if isinstance(message, Rollout):
                 message = replace(message, shown=self.position.shown(self.segment))
-            payload = pack_message(message, name)
+            payload = b"" if message is BEGINNING else pack_message(message, name)
             self.pending.begin(message, payload, self.pending.limit_of(request.kind, request.steps))
-            self._happen(Asked(request))
-            if self.state.process is Process.READY:
+            if self._happen(Asked(request)) is Instruction.ASK:
                 self._publish()
 
+    def _make_buffers(self) -> None:
+        """Make what the hot path touches of the present process, for the first request to it."""
+        if self.buffers is None:
+            assert self.channel is not None
+            assert self.codec is not None
+            self.buffers = buffers_of(self, self.channel, self.codec)
+
     def _publish(self) -> None:
+        self._make_buffers()
         assert self.channel is not None
         self.pending.publish(self.channel, self.position.number + 1, self.state, self._slots_beginning(self.state))
 
     def _slots_beginning(self, state: State) -> tuple[int, ...]:
         """Return the slots that begin their next episode in the pending step, which they take no other part in."""
-        if not state.skipped or self.position.build.verbatim:
-            return ()
-        return slots_between(state, self.position.ended(self.segment), self.rules)
-
-    def _name(self) -> str:
-        return "initialize" if self.state.request is None else self.state.request.name
+        return slots_between(state, self.position.ended(self.segment), self.rules) if state.skipped else ()
 
     # --- carrying out -----------------------------------------------------------------------------
 
-    def _happen(self, *events: Event) -> Instruction:
-        """Commit the state after these events, with the error if that is the answer; returns what to do next."""
-        state, instruction = self.state, Instruction.NOTHING
+    def _happen(self, *events: Event, number: int = 0, answer: Any = None, read: Read | None = None) -> Instruction:
+        """Commit the state after these events, with an answer that has this number, if there is one, all or nothing.
+
+        An error for the caller is an answer, too. ``read``: what the answer has shown. Returns what to do next.
+        """
+        at, state, instruction = self.position, self.state, Instruction.NOTHING
         for event in events:
             state, instruction = decide(state, event, self.rules)
             self.reporter.path.append((event, state))
         if instruction in _RAISED:
             assert self.loss_recovery is not None
-            error = self.loss_recovery.error(instruction, state, self.policy)
-            self._store(state, error, self.position.number + 2)
-        else:
-            self.set_state(state)
+            number, answer = at.number + 2, self.loss_recovery.error(instruction, state, self.policy)
+        if not number:
+            self.state = state
+            return instruction
+        seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
+        # This line calls nothing: a signal handler runs before it, or after it.
+        self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
         return instruction
 
     def _carry_out(self, timeout: float | None, recover: bool) -> Any:
@@ -458,7 +416,7 @@ class Supervisor:
         self._refuse_if_unusable("collect")
         until = None if timeout is None else time.monotonic() + timeout
         instruction, request = instruction_of(self.state, self.rules), self.state.request
-        if instruction is Instruction.NOTHING and self.description is None:
+        if instruction is Instruction.NOTHING and self.codec is None:
             instruction = Instruction.LAUNCH  # initialize() whose first process was lost
         elif instruction is Instruction.NOTHING:
             raise NoAsyncCallError("There is no request whose answer could be collected.", "collect")
@@ -475,7 +433,6 @@ class Supervisor:
         if instruction is Instruction.NOTHING:
             return None
         self.loss_recovery = None
-        self.pending.forget()
         if isinstance(self.last_answer, BaseException):
             raise self.last_answer
         return self.last_answer
@@ -489,7 +446,7 @@ class Supervisor:
                 return Instruction.DELIVER  # as if no process had been lost
             if not self._await(number, until):
                 raise WaitTimeout(
-                    f"{self._name()}() has not answered in time. It is still running: wait again, or close()."
+                    f"{self.state.command}() has not answered in time. It is still running: wait again, or close()."
                 )
             self._take(number)
         except Gone as gone:  # is_answered() has swallowed it in take(): the channel raises it again in each wait
@@ -499,43 +456,28 @@ class Supervisor:
 
     def _lose(self, gone: Gone) -> Instruction:
         """Note that the process is lost; returns what the policy says."""
-        request, channel, number = self.state.request, self.channel, self.position.number + 1
+        state, request, channel, number = self.state, self.state.request, self.channel, self.position.number + 1
         assert channel is not None
-        slots, before, losses = self.rules.slots, self.loss_recovery, self.state.losses
-        slot = slot_to_blame(gone, request, number, slots)
         if request is not None and request.is_plain_step:
             self.pending.save(channel.segment, number)
         self.position.journal.cut(number - 1)
-        # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
-        earlier = before.progress if before is not None and losses else None
-        progress = self.recoverer.begin_after((gone.cause, gone.fate.code), earlier)
-        least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
-        long_past = self._long_past and losses >= least
-        loss = self._loss_of(gone, "snapshot" if request is None else request.name, slot if slot < slots else -1)
-        snapshot = useful_snapshot(gone, channel, number - 1)
-        loss_recovery = LossRecovery(channel, snapshot, loss, progress, self.reporter, long_past=long_past)
+        before = self.loss_recovery
+        earlier = before.progress if before is not None and state.losses else None
+        parts = self.recoverer, self.reporter, self.pending, self.position.journal.memory
+        loss_recovery = LossRecovery(gone, channel, state, number, earlier, *parts, long_past=self._long_past)
         self.loss_recovery = loss_recovery
-        what, is_past = loss_recovery.what_happened, long_past and gone.cause == "died"
-        instruction = self._happen(Lost(gone.cause, slot, gone.is_from_outside, what, is_past, progress.tries))
-        if gone.cause == "hung" and request is not None and self.pending.lengthen(request, number):
-            text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
-            logger.warning(text, request.name, self.reporter.env_in(gone.slot), self.pending.limit)
+        instruction = self._happen(loss_recovery.event)
+        if gone.cause == "hung" and request is not None:
+            self.pending.note_hung(request, number, gone.slot)
         if instruction is not Instruction.RECOVER:
             self.drop()
-            loss_recovery.tell_dropped(instruction, self.state, self._slots_beginning(self.state))
+            if instruction is not Instruction.LAUNCH or self.codec is not None:  # else the envs are not built yet
+                loss_recovery.tell_dropped(instruction, self.state, self._slots_beginning(self.state))
         return instruction
-
-    def _loss_of(self, gone: Gone, command: str, slot: int) -> Loss:
-        """Record a loss."""
-        request, pending, entry = self.state.request, self.pending, b""
-        if request is not None and self.codec is not None and self.reporter.reports.wanted:
-            assert self.channel is not None
-            entry = pending.entry(self.channel.segment, self.position.number + 1, request, self.codec.layout)
-        return self.reporter.loss(gone, command, slot, pending.limit, self.description, self.codec, entry)
 
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that cannot be recovered."""
-        if self.description is None:
+        if self.codec is None:
             return self._launch()
         journal, build = self.position.journal, self.position.build.anew()
         self.position.build = build  # first: another try draws other numbers
@@ -554,49 +496,27 @@ class Supervisor:
 
     def _do_await_build(self, until: float | None) -> Instruction:
         """Wait until the envs are built for the first time."""
-        outcome = self._build_outcome(until)
+        assert self.channel is not None
+        error = None  # raised below: its traceback must not keep the segment mapped as long as the caller keeps it
+        try:
+            if not self._await(self._building, until):
+                raise WaitTimeout("initialize() has not answered in time. It is still running: wait again, or close().")
+            self.recoverer.await_build(self.position.build, self.channel, self._building, self.pending.until)
+        except Gone as gone:
+            self._refuse_if_unusable("initialize")
+            return self._lose(gone)
+        except RequestFailedError as failed:
+            error = self.reporter.error_of(-1, failed.failure, "initialize")
         self._refuse_if_unusable("initialize")
-        if outcome is None:
-            raise WaitTimeout("initialize() has not answered in time. It is still running: wait again, or close().")
-        if isinstance(outcome, Exception):
+        if error is not None:
             self.drop()
             self._happen(BuildFailed())
-            raise outcome
-        if isinstance(outcome, Lost):
-            instruction = self._happen(outcome)
-            self.drop()
-            if instruction is Instruction.RAISE_LOST:
-                assert self.loss_recovery is not None
-                self.loss_recovery.tell("raised")
-            return instruction
+            raise error
         if self.loss_recovery is not None:
             self.loss_recovery.tell("exact")
             self.loss_recovery = None
-        self._lay_out()
-        assert self.channel is not None
         self.take_over(Revived(self.channel, NewEnvs(), self.position.build, {}, self.recoverer.begin(planned=True)))
-        return self._happen(outcome)
-
-    def _build_outcome(self, until: float | None) -> Event | Exception | None:
-        """Return what came of the first build; ``None``: nothing before ``until``.
-
-        An error of ``env_fn`` is returned: raised here, its traceback would keep the segment mapped as long as the
-        caller keeps it.
-        """
-        channel, pending = self.channel, self.pending
-        assert channel is not None
-        try:
-            if not pending.await_reply(channel, self._building, until, None):
-                return None
-            self.recoverer.await_build(self.position.build, channel, self._building, pending.until)
-        except RequestFailedError as failed:
-            return self.reporter.error_of(-1, failed.failure, "initialize")
-        except Gone as gone:
-            progress = self.recoverer.begin() if self.loss_recovery is None else self.loss_recovery.progress
-            loss = self._loss_of(gone, "initialize", gone.slot)
-            self.loss_recovery = LossRecovery(channel, gone.fate.snapshot, loss, progress, self.reporter)
-            return Lost(gone.cause, -1, gone.is_from_outside)
-        return Built()
+        return self._happen(Built())
 
     def _do_recover(self, until: float | None) -> Instruction:
         """Recover the envs, or end their episodes."""
@@ -609,31 +529,24 @@ class Supervisor:
         try:
             found, event = loss_recovery.recover(self.recoverer, self.position)
         except BudgetSpentError:
-            return self._spend_budget(loss_recovery)
-        self.refuse_if_closed("collect", None if found is None else found.channel)
+            return self._spend_budget()
+        self._refuse_if_unusable("collect")
         if found is None:
             self.drop()  # there may be one that an earlier try has adopted
         else:
-            long_past = self.position.journal.can_be_shorter(found.plan)
-            self.take_over(found)
-            self._long_past = long_past
+            self.take_over(found, long_past=self.position.journal.can_be_shorter(found.plan))
         before, loss_recovery.processes = self.state, self.state.losses
         instruction = self._happen(event)
-        memory, begun = self.position.journal.memory, self._slots_beginning(self.state)
-        loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, memory, begun))
+        begun = self._slots_beginning(self.state)
+        loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, begun))
         return instruction
 
-    def _spend_budget(self, loss_recovery: LossRecovery) -> Instruction:
+    def _spend_budget(self) -> Instruction:
         """Note that no restart is left."""
-        loss_recovery.tell("raised", "the budget of restarts is spent")
+        assert self.loss_recovery is not None
+        self.loss_recovery.tell("raised", "the budget of restarts is spent")
         self.drop()
         return self._happen(BudgetSpent())
-
-    def _strayed(self, slot: int, what: str) -> None:
-        """Note that a replay of a slot from a reset differed from what the caller saw."""
-        spec = None if self.description is None else self.description.spec
-        env = self.reporter.env_in(slot)
-        self.position.journal.memory.note(env if spec is None else f"{spec.id} ({env})", what)
 
     def _do_truncate(self, until: float | None) -> Instruction:
         """End all episodes without asking a process."""
@@ -641,11 +554,9 @@ class Supervisor:
         assert self.state.request is not None
         answer = self.answers.truncation(self.segment, self.state.skipped)
         skipped, left_alone = dict(self.state.skipped), self.state.request.left_alone
-        self._commit(self.position.number + 2, Replied(ended=True), answer)
-        self.position.count_left_alone(left_alone)
-        self.position.count_ends(skipped)
-        self.position.steps += 1
-        return Instruction.DELIVER
+        instruction = self._happen(Replied(ended=True), number=self.position.number + 2, answer=answer)
+        self.position.count_truncation(skipped, left_alone)
+        return instruction
 
     # Instruction → the method that carries it out; each returns the next instruction.
     _methods = {  # noqa: RUF012 - never written to
@@ -655,21 +566,6 @@ class Supervisor:
         Instruction.RECOVER: _do_recover,
         Instruction.TRUNCATE: _do_truncate,
     }
-
-    def _commit(self, number: int, event: Replied, answer: Any, read: Read | None = None) -> None:
-        """Commit an answer; ``read``: what it has shown."""
-        state, _ = decide(self.state, event, self.rules)
-        self.reporter.path.append((event, state))
-        self._store(state, answer, number, read)
-
-    def _store(self, state: State, answer: Any, number: int, read: Read | None = None) -> None:
-        """Store an answer, the number that it has, the state after it, and what it has shown, all or nothing.
-
-        The last line calls nothing: a signal handler runs before it, or after it.
-        """
-        at, state = self.position, interned(state)
-        seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
-        self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
 
     # --- an answer --------------------------------------------------------------------------------
 
@@ -691,14 +587,15 @@ class Supervisor:
             self.maintenance.note_guilty(state, position.ended(channel.segment))
         if read.entry:
             position.journal.log(number, read.entry, read.call)
-        self._commit(read.last, Replied(ended=read.ended, failed=read.failed), read.answer, read)
-        self._report_errors(channel, read.truncated_errors.items())
+        self._happen(Replied(ended=read.ended, failed=read.failed), number=read.last, answer=read.answer, read=read)
+        self.reporter.truncated_errors(read.truncated_errors.items(), channel.pid)
         if is_step:
             position.count_step(read.answer, channel.segment, number, request.left_alone)
         elif isinstance(message, Reset) and not read.failed:
             position.count_reset(message.begun, number)
         # Between other requests the numbers of steps may all be odd ones, and none the 64th.
-        self._apply_limits_if_due(number, is_due=not is_step or read.ended or not position.number & SAMPLE)
+        if not is_step or read.ended or not position.number & SAMPLE or self.answers.started == number:
+            self.apply_limits(number)
 
     def _take_rollout(self, number: int) -> None:
         """Read, journal, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
@@ -708,20 +605,13 @@ class Supervisor:
         if self._rollout_reader is None:
             self._rollout_reader = RolloutReader(self.answers, position)
         reply = self._rollout_reader.take(channel, number, message, self.state.skipped)
-        position.journal.cut(position.number)
-        for one, entry in enumerate(reply.entries, number):
-            position.journal.log(one, entry)
+        position.journal.log_all(number, reply.entries)
         position.show(channel.segment, reply.shown)
         channel.segment.banks[number & 1].skipped[:] = 0
-        self._commit(position.seen, Replied(ended=reply.is_over), reply.answer)
-        self._report_errors(channel, reply.truncated_errors)
+        self._happen(Replied(ended=reply.is_over), number=position.seen, answer=reply.answer)
+        self.reporter.truncated_errors(reply.truncated_errors, channel.pid)
         position.count_rollout(reply.steps, reply.ends)
-        self.apply_limits(reply.starts)
-
-    def _report_errors(self, channel: Channel, errors: Iterable[tuple[int, Exception]]) -> None:
-        """Report exceptions of envs, by slot, that ended their episodes."""
-        for slot, error in errors:
-            self.reporter.truncated_error(slot, error, channel.pid)
+        self.apply_limits(number, reply.starts)
 
     def count_plain(self, answer: Any, number: int, meaning: int) -> None:
         """Count a plain answer, if there is more to count than a step, and see what is due."""
@@ -729,14 +619,7 @@ class Supervisor:
             self.position.count_reset({0: None}, number)
         else:
             self.position.count_step(answer, self.segment, number)
-        self._apply_limits_if_due(number, is_due=not number & SAMPLE or self.maintenance.recycling.wanted)
-
-    def _apply_limits_if_due(self, number: int, *, is_due: bool) -> None:
-        """Apply the limits if that is due, or if the reply to request ``number`` tells of a reset."""
-        if self.answers.started == number:
-            self.apply_limits(self.answers.starts)
-        elif is_due:
-            self.apply_limits()
+        self.apply_limits(number)
 
     def resume(self) -> Any:
         """Return the answer to the pending request; if none is pending, return the last answer again."""
@@ -749,11 +632,9 @@ class Supervisor:
             return self.last_answer
 
     def waiting(self) -> tuple[Channel, int, float] | None:
-        """Return what to wait for; does not wait.
+        """Return the channel to wait for, the number of the request, and when ``collect()`` has something to do anyway.
 
-        Returns:
-            The channel, the number of the request, and when ``collect()`` has something to do though there is no reply;
-            ``None``: it has now.
+        ``None``: it has now. Does not wait.
         """
         with self.lock:
             instruction, channel = instruction_of(self.state, self.rules), self.channel
@@ -775,55 +656,45 @@ class Supervisor:
 
     def _lay_out(self) -> None:
         """Lay out what depends on the envs, once they are known."""
-        codec = self.recoverer.codec
+        codec, description = self.recoverer.codec, self.recoverer.description
         assert codec is not None
-        if self.codec is not None:
-            return
-        assert self.description is not None
-        self.position.journal.lay_out(codec.layout.end, codec.slots, self.description.seconds)
+        assert description is not None
+        self.position.journal.lay_out(codec.layout.end, codec.slots, description.seconds)
         self.rules = replace(self.rules, slots=codec.slots)
         self.answers = Answers(
             codec,
             self.position,
-            lambda slot, failure: self.reporter.error_of(slot, failure, self._name()),
+            lambda slot, failure: self.reporter.error_of(slot, failure, self.state.command),
             self.reporter.truncation_info,
             self._set_spaces,
         )
-        self.codec = codec
+        self.codec = self.reporter.codec = codec
+        self.reporter.description = description
 
     def _set_spaces(self, spaces: bytes) -> None:
         """Show spaces that a single env has set, pickled; ``b""``: those that it was built with."""
-        codec, show = self.codec, self.on_spaces()
-        assert codec is not None
-        self.position.spaces, codec.checks_actions = spaces, not spaces
-        shown = codec.space, codec.action_space
-        with contextlib.suppress(Illegible):
-            shown = call_user_code(partial(pickle.loads, spaces), Illegible) if spaces else shown
+        self.position.spaces, self.answers.codec.checks_actions = spaces, not spaces
+        show = self.on_spaces()
         if show is not None:
-            show(shown)
+            show(self.answers.spaces_in(spaces))
 
-    def take_over(self, revived: Revived) -> None:
+    def take_over(self, revived: Revived, *, long_past: bool = False) -> None:
         """Go on with a process in which the envs are back, and end the one before. Every way back ends here."""
-        position, codec, channel, old = self.position, self.codec, revived.channel, self.channel
-        assert codec is not None
-        position.build, source, journal = revived.build, revived.source, position.journal
-        if isinstance(source, NewEnvs):
-            journal.begin(position.number, source.calls)
-        elif isinstance(source, Replayed):
-            journal.go_on_from(source.plan)
-            journal.lose(revived.mismatches)
-        if channel.code:
-            position.build = replace(position.build, code=self.recoverer.code.shared(channel.code))
-        segment, buffers = channel.segment, buffers_of(self, channel, codec)
-        if self.segment is not None:
-            position.show(segment, position.shown(self.segment))
-        self.answers.started, self._long_past = 0, False
-        self.pending.put(segment, position.number + 1)
-        self.channel, self.segment, self.buffers = channel, segment, buffers
+        if self.codec is None:
+            self._lay_out()
+        position, channel, old = self.position, revived.channel, self.channel
+        code = self.recoverer.code.shared(channel.code) if channel.code else revived.build.code
+        position.build = replace(revived.build, code=code)
+        revived.note_in(position.journal, position.number)
+        position.move_to(channel.segment, self.segment)
+        self.answers.started, self._long_past = 0, long_past
+        self.channel, self.segment, self.buffers = channel, channel.segment, None  # made for the first request
         self.recoverer.handed_over()
-        self.maintenance.begin(channel, revived.progress.replayed, is_over=self.is_between_episodes())
+        maintenance = self.maintenance
+        if maintenance.recycling.wanted or maintenance.needs_rebuild:  # else there is nothing to begin anew
+            maintenance.begin(revived.progress.replayed, is_over=self.is_between_episodes())
         channel.prefer(self.core, sharing=self._sharing)
-        channel.envs, channel.patience = self._envs, self.deadlines.close
+        channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close
         if old is not None and old is not channel:
             old.kill()
             old.release()
@@ -831,16 +702,14 @@ class Supervisor:
     def prefer(self, core: int | None, *, sharing: int) -> None:
         """Bind the worker, and each process after it, to this core while steps are short."""
         self.core, self._sharing = core, sharing
-        channel = self.channel
-        if channel is not None:
-            channel.prefer(core, sharing=sharing)
+        if self.channel is not None:
+            self.channel.prefer(core, sharing=sharing)
 
     def drop(self) -> None:
         """End the process; its segment stays, with what the caller saw last."""
-        channel = self.channel
-        if channel is not None:
-            channel.kill()
-            channel.release(keep_memory=True)
+        if self.channel is not None:
+            self.channel.kill()
+            self.channel.release(keep_memory=True)
 
     def give_up(self) -> None:
         """End the process; the envs' episode is given up too."""
@@ -857,20 +726,26 @@ class Supervisor:
 
     # --- by plan ----------------------------------------------------------------------------------
 
-    def apply_limits(self, starts: Starts = (), *, resetting: bool = False) -> None:
+    def apply_limits(self, number: int = 0, starts: Starts = (), *, resetting: bool = False) -> None:
         """Trim the journal, free dropped snapshots, and find out whether something is due before the next request.
 
         Args:
-            starts: Resets that were answered now, where a replay can begin.
-            resetting: That request resets all envs.
+            number: Of the request that was answered now; 0: none.
+            starts: Resets where a replay can begin, of a rollout; the others are known.
+            resetting: The next request resets all envs.
         """
         if self._kept.dropped:
             self._kept.free_dropped()
         channel, position = self.channel, self.position
         if channel is not None:
-            position.seconds += self.maintenance.count_time(channel, self.recoverer.losses)
-            position.note_starts(starts)
-            self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
+            losses = self.recoverer.losses
+            losses.seconds += position.count_time(channel.segment)
+            if losses.count:
+                channel.segment.times[LOSS_SECONDS] = losses.mean
+            position.note_starts(self.answers.starts if number and self.answers.started == number else starts)
+            position.journal.apply_limits(position.seconds, channel.segment.words)
+            if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:
+                self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
             self.pending.learn()
 
     def may_begin_anew(self, *, resetting: bool) -> bool:
@@ -908,10 +783,10 @@ class Supervisor:
             self._refuse_if_unusable("step")
             self._why_lost = plan.put_off(reason)
             return
-        self.refuse_if_closed("step", revived.channel)
+        self._refuse_if_unusable("step")
         self.mark_lost()
         self.take_over(revived)
-        self.set_state(before)
+        self.state = before
         plan.tell(revived.source)
 
     def _replace_if_due(self, *, resetting: bool) -> None:
@@ -943,11 +818,7 @@ class Supervisor:
                 self.recoverer.free(token)
                 raise
             if obstacle:
-                raise UsageError(
-                    f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, pipes, "
-                    "devices, databases and shared memory do not survive a fork, and an env in the trainer (SerialEnv) "
-                    "is not forked. Nothing is lost."
-                )
+                raise checkpoint.not_forked(obstacle)
             return snapshot
 
     def restore(self, snapshot: checkpoint.Snapshot) -> None:
@@ -976,17 +847,15 @@ class Supervisor:
         """Go on where a worker stood; ``token``: of the process that was frozen there."""
         position = self.position
         revived = checkpoint.brought_back(self.recoverer, where, position, self.reporter, token)
-        self.refuse_if_closed("restore", revived.channel)
+        self._refuse_if_unusable("restore")
         self.give_up()
         spaces = position.spaces
         position.load(where)
-        self.maintenance.moved()
-        self.pending.forget()
         self.take_over(revived)
         position.show(revived.channel.segment, where["shown"])
         if position.spaces != spaces:
             self._set_spaces(position.spaces)
-        self.set_state(checkpoint.state_at(where))
+        self.state = checkpoint.state_at(where)
 
     @interrupts.shielded
     def ask_aside(self, message: Message) -> Any:
@@ -1010,7 +879,7 @@ class Supervisor:
                 if instruction is not Instruction.RECOVER:
                     raise self.last_answer from None
             else:
-                self.set_state(before)
+                self.state = before
                 return answer
 
     def count_as_lost(self, *, keeps_request: bool) -> None:
@@ -1021,25 +890,12 @@ class Supervisor:
                     self.loss_recovery = None
                 self._happen(Interrupted(keeps_request))
 
-    def note_closed(self) -> None:
-        """Note that the worker is closed: it refuses all calls from now on."""
-        self._happen(Closed())
-
     def mark_lost(self) -> None:
         """Commit, for a while, the state of a worker whose envs are recovered next: an exception leaves it so."""
         self.loss_recovery = None
-        self.set_state(decide(self.state, Interrupted(), self.rules)[0])
-
-    def set_state(self, state: State) -> None:
-        """Commit a state that no event leads to: for a while another one, or that from before."""
-        self.state = interned(state)
+        self.state = decide(self.state, Interrupted(), self.rules)[0]
 
     # --- wrong calls ------------------------------------------------------------------------------
-
-    @property
-    def _is_foreign(self) -> bool:
-        """Whether this process was forked from the trainer that owns the worker."""
-        return os.getpid() != self._owner
 
     def _refuse_if_unusable(self, name: str) -> None:
         if self._is_foreign:
@@ -1047,13 +903,6 @@ class Supervisor:
         if self._closed:
             self._release()
             raise ClosedError(f"{'' if name == 'collect' else name + '(): '}This env has been closed. Make a new one.")
-
-    def refuse_if_closed(self, name: str, channel: Channel | None) -> None:
-        """Raise ClosedError if close() was called meanwhile, and end the process that was to be adopted."""
-        if self._closed and channel is not None:
-            channel.kill()
-            channel.release()
-        self._refuse_if_unusable(name)
 
     def check(self, name: str, kind: Kind = Kind.CALL) -> None:
         """Raise what is wrong with calling ``name`` now, if anything is."""
@@ -1088,12 +937,10 @@ class Supervisor:
                     channel.kill()
                 # Held by a call that sees the end of its process at once, unless this is a signal handler above it.
                 if mine or not self.lock.acquire(timeout=min(limit, SOON)):
-                    self.reporter.events.append((self._let_go, None))  # when that call is done
+                    self.reporter.events.append((lambda _: self.close(0.0), None))  # when that call is done
                     return
             self._end(limit, until)  # again does nothing, unless it was interrupted
-            unlogged = self.reporter.unlogged()
-            if unlogged:
-                beside(partial(_warn, unlogged), SOON)
+            self.reporter.log_rest()
             self._release()
         finally:
             if not mine:  # whether acquire() has returned cannot be known: an interruption may come right after it
@@ -1105,7 +952,7 @@ class Supervisor:
     def _end(self, limit: float, until: float) -> None:
         """Have a process close its envs and end, once it has answered what is pending; kill it if it does not."""
         channel, state, number = self.channel, self.state, self.position.number + 1
-        self.note_closed()
+        self._happen(Closed())
         if channel is None or state.process is Process.NONE:
             return
         try:
@@ -1131,13 +978,9 @@ class Supervisor:
         self._release()
         return channel
 
-    def _let_go(self, event: None = None) -> None:
-        with self.lock:
-            self._release()
-
     def _release(self) -> None:
         """Release the process, snapshots, and what keeps memory mapped."""
-        self.note_closed()
+        self._happen(Closed())
         self._kept.free_all()
         self.reporter.reports.drop()
         channel, self.seeds = self.channel, None
@@ -1151,19 +994,6 @@ class Supervisor:
 
     def statistics(self) -> Statistics:
         """Return counters and state at this moment."""
-        channel, state = self.channel, self.state
-        alive = channel if state.process in (Process.BUILDING, Process.READY) else None
-        if alive is not None and alive.has_ended():
-            alive = None
-        return self.reporter.statistics(
-            state=name_of(state, started=self.description is not None),
-            pid=None if alive is None else alive.pid,
-            rss=None if alive is None else alive.memory(),
-            restarts=self.recoverer.restarts,
-            **self.maintenance.statistics(channel),
-        )
-
-
-def _warn(lines: Iterable[str]) -> None:
-    for line in lines:
-        logger.warning("%s", line)
+        name = name_of(self.state, started=self.codec is not None)
+        is_there = self.state.process in (Process.BUILDING, Process.READY)
+        return self.reporter.statistics(self.channel, name, self.recoverer.restarts, is_there=is_there)
