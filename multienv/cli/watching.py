@@ -13,8 +13,7 @@ from gymnasium.utils.passive_env_checker import check_obs
 from multienv._engine.building.building import EnvFn
 from multienv._engine.processes.leftovers import open_descriptors
 from multienv._engine.wire.digests import MARK, evidence_of
-from multienv._engine.worker.asked import obstacle_of
-from multienv._engine.worker.census import OBSTACLES, census, standard_streams
+from multienv._engine.worker.census import OBSTACLES, census, obstacle_of, standard_streams
 from multienv._engine.worker.seeding import seed_process, state_of_process
 
 

@@ -11,7 +11,7 @@ monitor, so that the monitor learns its exit status, too.
 
 A fork copies memory, not the world. Each time the module ``census`` looks for what the process has beyond its memory.
 Regular files are put back in the copy; if anything else is found, no snapshot is taken, and the control word
-``OBSTACLE`` says why. A snapshot is also of no use if the env has asked outside in a request after it: see ``asked``.
+``OBSTACLE`` says why. A snapshot is also of no use if the env has asked outside in a request after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from typing import NoReturn
 
 from multienv._engine.wire.banks import OVERHEAD
 from multienv._engine.wire.segment import LOSS_SECONDS, OBSTACLE, SNAPSHOT, SNAPSHOT_SECONDS, SNAPSHOTS, Segment
-from multienv._engine.worker.asked import AskedOutside
 from multienv._engine.worker.census import (
     CHILDREN,
     FAILED,
@@ -40,6 +39,7 @@ from multienv._engine.worker.census import (
     OBSTACLES,
     THREADS,
     TIMERS,
+    AskedOutside,
     Found,
     census,
     put_back,
