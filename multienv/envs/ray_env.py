@@ -12,8 +12,8 @@ from multienv._engine.building.building import (
     WorkerOptions,
     Workers,
     arguments,
+    checked_count,
     checked_env_fn,
-    checked_threads,
     listed_env_fns,
 )
 from multienv._engine.building.module_state import module_values
@@ -48,7 +48,7 @@ class Nodes:
 
     def __init__(self, fleet: Fleet, context: Any, native_threads: int | None, first: int = 0) -> None:
         self._fleet = fleet
-        self._method, self._native_threads = method_of(context), checked_threads(native_threads)
+        self._method, self._native_threads = method_of(context), checked_count("native_threads", native_threads)
         self._next = first
 
     def launcher(self, title: str, shared: SharedPickle | None, preload: Preload | None) -> RelayLauncher:
