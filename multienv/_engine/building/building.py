@@ -93,17 +93,20 @@ class Processes:
 
     def setting(self) -> Setting:
         """Return the trainer's import path, arguments and so on."""
-        return Setting(
+        return replace(
+            setting_elsewhere(),
             path=tuple(module_path()),
-            arguments=arguments(),
             directory=working_directory(),
             environment=worker_environment(self._native_threads),
-            registrations=registrations(),
-            authkey=bytes(multiprocessing.current_process().authkey),
-            main=main_script(),
             limits=limits_of_workers(),
-            values=module_values(),
         )
+
+
+def setting_elsewhere() -> Setting:
+    """Return what a worker takes from the trainer on another machine: no path, directory, environment and limits."""
+    arguments = tuple(getattr(sys, "argv", None) or ())  # an embedded interpreter has none
+    authkey = bytes(multiprocessing.current_process().authkey)
+    return Setting((), arguments, "", None, registrations(), authkey, main=main_script(), values=module_values())
 
 
 def checked_count(name: str, value: int | None, least: int = 1) -> int | None:
@@ -152,11 +155,6 @@ def checked_preload(preload: Sequence[str], backend: Backend) -> tuple[str, ...]
             "context='forkserver', on Linux, not on a cluster."
         )
     return None if preload == "auto" else tuple(names)
-
-
-def arguments() -> tuple[str, ...]:
-    """Return ``sys.argv``; an embedded interpreter has none."""
-    return tuple(getattr(sys, "argv", None) or ())
 
 
 class WorkerOptions(TypedDict, total=False):
