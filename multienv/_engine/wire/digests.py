@@ -92,10 +92,16 @@ def _row_digests(leaf: Array) -> Callable[[], Array]:
     weights[1:] = _NEXT
     weights = np.cumprod(weights, dtype=np.uint64)[::-1]
 
+    low, high = np.empty_like(words), np.empty_like(words)  # always the same memory: to get it anew takes longer
+
     def digests() -> Array:
         padded[:, :width] = octets
-        keyed = words ^ _KEYS
-        sums = ((keyed & _LOW) * (keyed >> _HALF) + words).sum(axis=2, dtype=np.uint64)
+        np.bitwise_xor(words, _KEYS, out=low)
+        np.right_shift(low, _HALF, out=high)
+        np.bitwise_and(low, _LOW, out=low)
+        np.multiply(low, high, out=low)
+        np.add(low, words, out=low)
+        sums = low.sum(axis=2, dtype=np.uint64)
         total: Array = (_mixed(sums) * weights).sum(axis=1, dtype=np.uint64)
         return total
 
