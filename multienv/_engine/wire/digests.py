@@ -172,10 +172,6 @@ def _pickled(value: Any) -> bytes:
     return one
 
 
-def _written(value: Any) -> Iterator[bytes]:
-    yield repr(value).encode()
-
-
 def _counted(data: bytes) -> Iterator[bytes]:
     yield b"%d:" % len(data)
     yield data
@@ -226,7 +222,7 @@ def _parts_of_array(array: Array) -> Iterator[bytes]:
 
 _Parts = Callable[[Any], Iterator[bytes]]
 _PARTS: dict[type, _Parts] = {
-    **dict.fromkeys((type(None), bool, int, type(Ellipsis)), _written),
+    **dict.fromkeys((type(None), bool, int, type(Ellipsis)), lambda value: iter((repr(value).encode(),))),
     float: lambda value: iter((_FLOAT.pack(value),)),
     complex: lambda value: iter((_FLOAT.pack(value.real), _FLOAT.pack(value.imag))),
     str: lambda value: _counted(value.encode("utf-8", "surrogatepass")),

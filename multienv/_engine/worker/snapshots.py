@@ -302,7 +302,7 @@ class Snapshots:
     @staticmethod
     def _descriptors_after_waking(message: bytes, received: list[int]) -> WorkerDescriptors:
         (monitor,) = WAKING.unpack(message)
-        wake_socket, memory, stack, announcements, stderr = received
+        *own, stderr = received
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
         # Polled: nothing tells a process that its parent has changed.
         until = time.monotonic() + _ORPHANED_WITHIN
@@ -312,7 +312,5 @@ class Snapshots:
             time.sleep(0.001)
         os.dup2(stderr, _STDERR)
         os.close(stderr)
-        for descriptor in (wake_socket, memory, stack, announcements):
-            os.set_inheritable(descriptor, False)
         os.environ[MARK_VARIABLE] = mark_of(monitor, os.getpid())
-        return WorkerDescriptors.of(wake_socket, memory, stack, announcements)
+        return WorkerDescriptors.of(*own)
