@@ -92,7 +92,7 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _take_census(self, when: str) -> None:
         for found in census(self._ours, (), self._standard) if sys.platform == "linux" else ():
-            self._note(when, found.what, OBSTACLES[found.obstacle])
+            self._note(when, found.name, OBSTACLES[found.obstacle])
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._is_called and obstacle_of(event, arguments):

@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
     Attributes:
         obstacle: An index of OBSTACLES; 0: it is put back.
-        name: What it is, for people: a path, or the kernel's name; ``""``: of a file that is put back, see ``what``.
+        name: What it is, for people: a path, or the kernel's name.
         descriptor, flags, position: Of a file that is put back.
         same_as: Another descriptor of the same open file, which shares its position; -1: there is none.
     """
@@ -73,11 +73,6 @@ class Found(NamedTuple):
     flags: int = 0
     position: int = 0
     same_as: int = -1
-
-    @property
-    def what(self) -> str:
-        """Return what it is: that of a file is only looked up if it is wanted."""
-        return self.name or _name(self.descriptor)
 
 
 def census(
@@ -200,7 +195,7 @@ def _judged_file(descriptor: int, status: os.stat_result, flags: int) -> Found |
         return Found(FILES, _name(descriptor))
     if _is_locked(descriptor):
         return Found(LOCKS, _name(descriptor))
-    return Found(0, "", descriptor, flags, os.lseek(descriptor, 0, os.SEEK_CUR))
+    return Found(0, _name(descriptor), descriptor, flags, os.lseek(descriptor, 0, os.SEEK_CUR))
 
 
 def _with_duplicates(alike: Sequence[Found]) -> list[Found]:
