@@ -1824,7 +1824,7 @@ write_digests(PyObject *module, PyObject *const *args, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(watch_audit_events_doc, "watch_audit_events(heard): see worker/asked.py. Other events cost a comparison.");
+PyDoc_STRVAR(watch_audit_events_doc, "watch_audit_events(heard): see worker/census.py. Other events cost a comparison.");
 static int
 hear_audit_event(const char *event, PyObject *arguments, void *heard)
 {

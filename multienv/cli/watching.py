@@ -16,8 +16,7 @@ from gymnasium.utils.passive_env_checker import check_obs
 from multienv._engine.building.building import EnvFn
 from multienv._engine.processes.leftovers import open_descriptors
 from multienv._engine.wire.digests import MARK, evidence_of
-from multienv._engine.worker.asked import obstacle_of
-from multienv._engine.worker.census import OBSTACLES, census, standard_streams
+from multienv._engine.worker.census import OBSTACLES, census, obstacle_of, standard_streams
 from multienv._engine.worker.seeding import seed_process, state_of_process
 
 # What chooses the renderer of frames, and what it opens.
@@ -119,7 +118,7 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _take_census(self, when: str) -> None:
         for found in census(self._ours, (), self._standard) if sys.platform == "linux" else ():
-            self._note(when, found.what, OBSTACLES[found.obstacle])
+            self._note(when, found.name, OBSTACLES[found.obstacle])
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._is_called and obstacle_of(event, arguments):

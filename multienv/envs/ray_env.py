@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,20 +10,17 @@ from multienv._engine.building.building import (
     EnvFn,
     WorkerOptions,
     Workers,
-    arguments,
+    checked_count,
     checked_env_fn,
-    checked_threads,
     listed_env_fns,
+    setting_elsewhere,
 )
-from multienv._engine.building.module_state import module_values
 from multienv._engine.cluster.fleet import Fleet, RelayLauncher
 from multienv._engine.interrupts import finalizer
 from multienv._engine.processes.launcher import Preload, method_of
 from multienv._engine.recovery.supervisor import abandon_all
 from multienv._engine.wire.messages import Setting
 from multienv._engine.wire.shared_pickle import SharedPickle
-from multienv._engine.worker.main_module import main_script
-from multienv._engine.worker.registrations import registrations
 from multienv.config import RayOptions, takes_options_of
 from multienv.envs.subprocess_env import SupervisedEnv, built_envs
 
@@ -48,7 +44,7 @@ class Nodes:
 
     def __init__(self, fleet: Fleet, context: Any, native_threads: int | None, first: int = 0) -> None:
         self._fleet = fleet
-        self._method, self._native_threads = method_of(context), checked_threads(native_threads)
+        self._method, self._native_threads = method_of(context), checked_count("native_threads", native_threads)
         self._next = first
 
     def launcher(self, title: str, shared: SharedPickle | None, preload: Preload | None) -> RelayLauncher:
@@ -58,8 +54,7 @@ class Nodes:
 
     def setting(self) -> Setting:
         """Return what a worker takes from the trainer; path, directory and environment are those of its node."""
-        authkey = bytes(multiprocessing.current_process().authkey)
-        return Setting((), arguments(), "", None, registrations(), authkey, main=main_script(), values=module_values())
+        return setting_elsewhere()
 
 
 class RayEnv(SupervisedEnv):

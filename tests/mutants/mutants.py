@@ -920,7 +920,7 @@ MUTANTS = [
     Mutant(
         "What an env asks outside is not listened to.",
         3,
-        "asked:AskedOutside.__init__",
+        "census:AskedOutside.__init__",
         "(sys.addaudithook if native is None else native.watch_audit_events)(self._hear)",
         "",
         ASKED,
@@ -936,7 +936,7 @@ MUTANTS = [
     Mutant(
         "What a constructor asks outside forbids the snapshots of the episodes.",
         3,
-        "asked:AskedOutside._hear",
+        "census:AskedOutside._hear",
         "number > 0",
         "number",
         ASKED,
@@ -944,7 +944,7 @@ MUTANTS = [
     Mutant(
         "A connection that is closed within a step does not count as a server.",
         3,
-        "asked:_EVENTS",
+        "census:_EVENTS",
         '("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg")',
         '("socket.bind", "socket.sendto", "socket.sendmsg")',
         ASKED,
@@ -952,7 +952,7 @@ MUTANTS = [
     Mutant(
         "A database that is closed within a step does not count.",
         3,
-        "asked:_EVENTS",
+        "census:_EVENTS",
         '("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "sqlite3.connect")',
         '("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")',
         ASKED,
@@ -960,7 +960,7 @@ MUTANTS = [
     Mutant(
         "A file that is written and closed within a step does not count.",
         3,
-        "asked:_EVENTS",
+        "census:_EVENTS",
         '"open"',
         '"none"',
         ASKED,
@@ -968,7 +968,7 @@ MUTANTS = [
     Mutant(
         "A file that is read and closed within a step forbids snapshots.",
         3,
-        "asked:obstacle_of",
+        "census:obstacle_of",
         "return 0",
         "",
         ASKED,
@@ -976,7 +976,7 @@ MUTANTS = [
     Mutant(
         "A program that has ended within a step does not count.",
         3,
-        "asked:_EVENTS",
+        "census:_EVENTS",
         '("subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec")',
         '("os.system", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec")',
         ASKED,
@@ -984,7 +984,7 @@ MUTANTS = [
     Mutant(
         "A woken snapshot does not tell the trainer what its worker had asked.",
         3,
-        "asked:AskedOutside.move",
+        "census:AskedOutside.move",
         "words[ASKED] = self._number",
         "",
         ASKED,

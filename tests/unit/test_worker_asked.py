@@ -16,9 +16,8 @@ import pytest
 from kit.own_process import Forks
 from multienv._engine.native import native
 from multienv._engine.wire.segment import ASKED, BUSY, PID, SLOT, Segment
-from multienv._engine.worker import asked as module
-from multienv._engine.worker.asked import AskedOutside
-from multienv._engine.worker.census import OBSTACLES
+from multienv._engine.worker import census as module
+from multienv._engine.worker.census import OBSTACLES, AskedOutside
 
 
 def refused(call: Callable[..., Any], *arguments: Any) -> None:

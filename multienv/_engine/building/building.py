@@ -82,7 +82,7 @@ class Processes:
     """
 
     def __init__(self, context: Any, native_threads: int | None) -> None:
-        self._method, self._native_threads = method_of(context), checked_threads(native_threads)
+        self._method, self._native_threads = method_of(context), checked_count("native_threads", native_threads)
         self.shares = sys.platform == "linux"  # by memfd_create
         self.preloads = sys.platform == "linux" and self._method == "forkserver"  # by a subreaper
 
@@ -92,24 +92,28 @@ class Processes:
 
     def setting(self) -> Setting:
         """Return the trainer's import path, arguments and so on."""
-        return Setting(
+        return replace(
+            setting_elsewhere(),
             path=tuple(module_path()),
-            arguments=arguments(),
             directory=working_directory(),
             environment=worker_environment(self._native_threads),
-            registrations=registrations(),
-            authkey=bytes(multiprocessing.current_process().authkey),
-            main=main_script(),
             limits=limits_of_workers(),
-            values=module_values(),
         )
 
 
-def checked_threads(native_threads: int | None) -> int | None:
-    """Return the number of threads of native libraries; raise UsageError for anything but a positive one or None."""
-    if native_threads is not None and (integer(native_threads) or 0) < 1:
-        raise UsageError(f"native_threads is {native_threads!r}; give an integer of at least 1, or None.")
-    return native_threads
+def setting_elsewhere() -> Setting:
+    """Return what a worker takes from the trainer on another machine: no path, directory, environment and limits."""
+    arguments = tuple(getattr(sys, "argv", None) or ())  # an embedded interpreter has none
+    authkey = bytes(multiprocessing.current_process().authkey)
+    return Setting((), arguments, "", None, registrations(), authkey, main=main_script(), values=module_values())
+
+
+def checked_count(name: str, value: int | None, least: int = 1) -> int | None:
+    """Return the value of an option as an integer, or ``None``; raise UsageError if it is less than ``least``."""
+    found = None if value is None else integer(value)
+    if value is not None and (found is None or found < least):
+        raise UsageError(f"{name} is {value!r:.100}; give an integer of at least {least}, or None.")
+    return found
 
 
 def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
@@ -150,11 +154,6 @@ def checked_preload(preload: Sequence[str], backend: Backend) -> tuple[str, ...]
             "context='forkserver', on Linux, not on a cluster."
         )
     return None if preload == "auto" else tuple(names)
-
-
-def arguments() -> tuple[str, ...]:
-    """Return ``sys.argv``; an embedded interpreter has none."""
-    return tuple(getattr(sys, "argv", None) or ())
 
 
 class WorkerOptions(TypedDict, total=False):
@@ -253,12 +252,9 @@ class Workers:
         self.recycles = restart.recycles
         self._setting = self._backend.setting()
         self._worker_env, self._numbers = worker_env, count()
-        self._seed = None if worker_seed is None else integer(worker_seed)
-        if worker_seed is not None and (self._seed is None or self._seed < 0):
-            raise UsageError(f"worker_seed is {worker_seed!r:.100}; give a non-negative integer, or None.")
-        if starts_at_once is not None and (integer(starts_at_once) or 0) < 1:
-            raise UsageError(f"starts_at_once is {starts_at_once!r:.100}; give an integer of at least 1, or None.")
-        self._turns = None if starts_at_once is None else Turns(int(starts_at_once))
+        self._seed = checked_count("worker_seed", worker_seed, 0)
+        most = checked_count("starts_at_once", starts_at_once)
+        self._turns = None if most is None else Turns(most)
         self._first: Supervisor | None = None
 
     def make(

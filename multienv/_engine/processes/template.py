@@ -243,7 +243,7 @@ def _left(before: set[int], standard: set[tuple[int, int, int]]) -> str:
     """Return in words what imports have left besides modules."""
     for found in census(before, (), standard):
         kind = OBSTACLES[found.obstacle]
-        return kind if found.obstacle in _NO_FILES else f"an open file ({found.what})"
+        return kind if found.obstacle in _NO_FILES else f"an open file ({found.name})"
     return ""
 
 

@@ -127,16 +127,13 @@ def _array_encoder(space: spaces.Space[Any], check: Callable[[Any], str], segmen
 
 
 def _encode_any(check: Callable[[Any], str], segment: Segment, number: int, action: Any) -> None:
-    def refused(what: str) -> Callable[[Exception], Exception]:
-        # Not before it is refused: the text of an array takes longer than many a step.
-        return lambda error: ActionError(
-            f"The action {shown(action)} cannot be {what}: {shown(error)}. Nothing was sent."
-        )
-
-    problem = call_user_code(lambda: check(action), refused("looked at"))
+    try:
+        problem = check(action)
+        payload = b"" if problem else dumps(action)
+    except Exception as error:  # code of the user
+        raise ActionError(f"The action {shown(action)} cannot be pickled: {shown(error)}. Nothing was sent.") from error
     if problem:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
-    payload = call_user_code(lambda: dumps(action), refused("pickled"))
     segment.write_request_payload(number, payload)
     HEAD.pack_into(segment.banks[number & 1].view, 0, STEP, PICKLED, STEPPED, 0, 0, number & U32, 0)
 

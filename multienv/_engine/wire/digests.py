@@ -92,10 +92,16 @@ def _row_digests(leaf: Array) -> Callable[[], Array]:
     weights[1:] = _NEXT
     weights = np.cumprod(weights, dtype=np.uint64)[::-1]
 
+    low, high = np.empty_like(words), np.empty_like(words)  # always the same memory: to get it anew takes longer
+
     def digests() -> Array:
         padded[:, :width] = octets
-        keyed = words ^ _KEYS
-        sums = ((keyed & _LOW) * (keyed >> _HALF) + words).sum(axis=2, dtype=np.uint64)
+        np.bitwise_xor(words, _KEYS, out=low)
+        np.right_shift(low, _HALF, out=high)
+        np.bitwise_and(low, _LOW, out=low)
+        np.multiply(low, high, out=low)
+        np.add(low, words, out=low)
+        sums = low.sum(axis=2, dtype=np.uint64)
         total: Array = (_mixed(sums) * weights).sum(axis=1, dtype=np.uint64)
         return total
 
@@ -166,10 +172,6 @@ def _pickled(value: Any) -> bytes:
     return one
 
 
-def _written(value: Any) -> Iterator[bytes]:
-    yield repr(value).encode()
-
-
 def _counted(data: bytes) -> Iterator[bytes]:
     yield b"%d:" % len(data)
     yield data
@@ -220,7 +222,7 @@ def _parts_of_array(array: Array) -> Iterator[bytes]:
 
 _Parts = Callable[[Any], Iterator[bytes]]
 _PARTS: dict[type, _Parts] = {
-    **dict.fromkeys((type(None), bool, int, type(Ellipsis)), _written),
+    **dict.fromkeys((type(None), bool, int, type(Ellipsis)), lambda value: iter((repr(value).encode(),))),
     float: lambda value: iter((_FLOAT.pack(value),)),
     complex: lambda value: iter((_FLOAT.pack(value.real), _FLOAT.pack(value.imag))),
     str: lambda value: _counted(value.encode("utf-8", "surrogatepass")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,14 +76,11 @@ def leaf_arrays(space: Any, bank: Bank, *, verbatim: bool = False) -> list[Array
 
 def nested(space: Any, leaves: Iterable[Any]) -> Any:
     """Return leaves, one for each leaf of the space, in the structure of the space."""
-    return _nested(space, iter(leaves))
-
-
-def _nested(space: Any, rest: Iterator[Any]) -> Any:
+    rest = iter(leaves)  # of an iterator, itself
     if type(space) is spaces.Dict:
-        return {key: _nested(member, rest) for key, member in space.spaces.items()}
+        return {key: nested(member, rest) for key, member in space.spaces.items()}
     if type(space) is spaces.Tuple:
-        return tuple(_nested(member, rest) for member in space.spaces)
+        return tuple(nested(member, rest) for member in space.spaces)
     return next(rest)
 
 

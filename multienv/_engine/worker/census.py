@@ -9,6 +9,10 @@ or cannot take back (a server, a pipe, another process) is looked for at each fo
 - an *obstacle*, one of ``OBSTACLES``: there is no snapshot as long as it is there.
 
 What is not known to survive a fork is an obstacle. CRIU and DMTCP judge each kind of descriptor in the same way.
+
+A connection, a program or a file that is opened and closed within one step is gone when the census looks for it, and a
+fork does not take it back. Python tells of each by an audit event (PEP 578), before it happens: :class:`AskedOutside`.
+What C code does by itself is not told.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ import os
 import re
 import socket
 import stat
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from multienv._engine.wire.segment import SHARED_NAME
+from multienv._engine.native import native
+from multienv._engine.wire.segment import ASKED, BUSY, PID, SHARED_NAME, SLOT
 
 # Why there is no snapshot; control word OBSTACLE is an index.
 OBSTACLES = (
@@ -56,7 +62,7 @@ class Found(NamedTuple):
 
     Attributes:
         obstacle: An index of OBSTACLES; 0: it is put back.
-        name: What it is, for people: a path, or the kernel's name; ``""``: of a file that is put back, see ``what``.
+        name: What it is, for people: a path, or the kernel's name.
         descriptor, flags, position: Of a file that is put back.
         same_as: Another descriptor of the same open file, which shares its position; -1: there is none.
     """
@@ -67,11 +73,6 @@ class Found(NamedTuple):
     flags: int = 0
     position: int = 0
     same_as: int = -1
-
-    @property
-    def what(self) -> str:
-        """Return what it is: that of a file is only looked up if it is wanted."""
-        return self.name or _name(self.descriptor)
 
 
 def census(
@@ -194,7 +195,7 @@ def _judged_file(descriptor: int, status: os.stat_result, flags: int) -> Found |
         return Found(FILES, _name(descriptor))
     if _is_locked(descriptor):
         return Found(LOCKS, _name(descriptor))
-    return Found(0, "", descriptor, flags, os.lseek(descriptor, 0, os.SEEK_CUR))
+    return Found(0, _name(descriptor), descriptor, flags, os.lseek(descriptor, 0, os.SEEK_CUR))
 
 
 def _with_duplicates(alike: Sequence[Found]) -> list[Found]:
@@ -231,3 +232,67 @@ def _kernel_devices() -> set[int]:
 
 def _name(descriptor: int) -> str:
     return os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - a Path costs ten times as much
+
+
+# --- what is asked outside in a step ---------------------------------------------------------------
+
+_EVENTS = {
+    **dict.fromkeys(("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg"), SOCKETS),
+    **dict.fromkeys(
+        ("subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec"),
+        CHILDREN,
+    ),
+    **dict.fromkeys(
+        ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "sqlite3.connect"),
+        FILES,
+    ),
+    "open": FILES,
+}
+_HARMLESS = (os.devnull, ":memory:")
+_CACHE = "__pycache__"  # of a module that is imported for the first time
+
+
+class AskedOutside:
+    """Notes in the control word ``ASKED`` in which request the envs of this process asked outside last.
+
+    Args:
+        words: The control words.
+    """
+
+    def __init__(self, words: Any) -> None:
+        self._words = words
+        self._number = 0
+        self._obstacle = 0
+        (sys.addaudithook if native is None else native.watch_audit_events)(self._hear)
+
+    def move(self, words: Any) -> None:
+        """Go on with other control words: this process is a snapshot that was woken."""
+        self._words = words
+        words[ASKED] = self._number
+
+    def take(self) -> int:
+        """Return the index in OBSTACLES of what was asked since the last call, or 0."""
+        obstacle, self._obstacle = self._obstacle, 0
+        return obstacle
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _EVENTS:
+            return
+        words = self._words
+        number = words[BUSY]  # a request of multienv's own, such as the construction of the envs, has a negative one
+        if number > 0 and words[SLOT] and words[PID] == os.getpid():
+            obstacle = obstacle_of(event, arguments)
+            if obstacle:
+                words[ASKED], self._number, self._obstacle = number, number, obstacle
+
+
+def obstacle_of(event: str, arguments: tuple[Any, ...]) -> int:
+    """Return the index in OBSTACLES of what an audit event tells; 0: nothing is asked outside."""
+    obstacle = _EVENTS.get(event, 0)
+    if not obstacle or not arguments:
+        return obstacle
+    what = arguments[0]
+    if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        return 0
+    is_harmless = what in _HARMLESS or (obstacle == FILES and _CACHE in str(what))
+    return 0 if is_harmless else obstacle

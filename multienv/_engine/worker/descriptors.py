@@ -33,7 +33,9 @@ class WorkerDescriptors:
 
     @classmethod
     def of(cls, wake_socket: int, memory: int, stack: int, announcements: int) -> WorkerDescriptors:
-        """Build the object from descriptor numbers, which it then owns."""
+        """Build the object from descriptor numbers, which it then owns; no program that an env starts gets them."""
+        for descriptor in (wake_socket, memory, stack, announcements):
+            os.set_inheritable(descriptor, False)
         return cls(socket.socket(fileno=wake_socket), memory, stack, socket.socket(fileno=announcements))
 
     def descriptors(self) -> tuple[int, ...]:

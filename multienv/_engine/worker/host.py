@@ -208,7 +208,8 @@ class Host:
         self._answer(number, self._on_keep(message.number, message.token))
 
     def _get_generators(self, number: int, message: GetGenerators) -> None:
-        self._answer(number, self._envs().starts.states_of(message.slots))
+        envs = self._envs().envs
+        self._answer(number, {slot: seeding.states_of(envs[slot]) for slot in message.slots})
 
     def _close(self, number: int, message: Close) -> None:
         self.closing = True

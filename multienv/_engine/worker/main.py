@@ -107,10 +107,7 @@ def main(descriptors: WorkerDescriptors, title: str = "", make_host: MakeHost | 
 
 def spawned(title: str, *numbers: str) -> NoReturn:
     """Run :func:`main` in an interpreter of its own; the descriptors come by the command line."""
-    wake_socket, memory, stack, announcements = map(int, numbers)
-    for descriptor in (wake_socket, memory, stack, announcements):
-        os.set_inheritable(descriptor, False)
-    main(WorkerDescriptors.of(wake_socket, memory, stack, announcements), title)
+    main(WorkerDescriptors.of(*map(int, numbers)), title)
 
 
 def _live(descriptors: WorkerDescriptors, make_host: MakeHost) -> None:

@@ -80,33 +80,28 @@ class RolloutRunner:
         choices: list[tuple[Any, dict[str, Array]]] = []  # what the policy returned for each step
         idle, first, self._seconds = np.where(skipped == NOT_RESET, skipped, 0), number, 0.0
         self._show_first(message.shown)
-        policy: Any = None
         missing: Array | None = skipped if skipped.any() else None
-        while len(choices) < message.steps:
-            words[BUSY], words[SLOT] = first, 0
-            try:
-                policy = cloudpickle.loads(message.policy) if policy is None else policy
+        try:
+            policy = cloudpickle.loads(message.policy)
+            while len(choices) < message.steps:
+                words[BUSY], words[SLOT] = first, 0
                 choices.append(self._choose(number, policy))
-            except Exception as error:
-                result.failure = failure_of(error)
-                break
-            bank = self._ask(number, missing, result)
-            number += 1
-            is_over = missing is not None or bank.view[2] == FAILED or bank.view[3] & ENDED
-            if self._group.verbatim and is_over and not idle.any():
-                HEAD.pack_into(self._aside.banks[number & 1].view, 0, BEGIN, 0, STEPPED, 0, 0, number & U32, 0)
-                bank = self._ask(number, None, result)
+                bank = self._ask(number, missing, result)
                 number += 1
-            if bank.view[2] == FAILED:
-                if not self._group.verbatim:  # nothing was stepped
-                    del choices[-1]
-                break
-            missing = idle if missing is not None and idle.any() else None
-        if choices and result.failure is None:
-            try:
+                is_over = missing is not None or bank.view[2] == FAILED or bank.view[3] & ENDED
+                if self._group.verbatim and is_over and not idle.any():
+                    HEAD.pack_into(self._aside.banks[number & 1].view, 0, BEGIN, 0, STEPPED, 0, 0, number & U32, 0)
+                    bank = self._ask(number, None, result)
+                    number += 1
+                if bank.view[2] == FAILED:
+                    if not self._group.verbatim:  # nothing was stepped
+                        del choices[-1]
+                    break
+                missing = idle if missing is not None and idle.any() else None
+            if choices:
                 result.chosen = pickled("rollout", self._stacks(choices))
-            except Exception as error:
-                result.failure = failure_of(error)
+        except Exception as error:  # of the policy, or because of what it returned
+            result.failure = failure_of(error)
         return result, self._seconds / max(1, len(choices))
 
     # --- requests ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ monitor, so that the monitor learns its exit status, too.
 
 A fork copies memory, not the world. Each time the module ``census`` looks for what the process has beyond its memory.
 Regular files are put back in the copy; if anything else is found, no snapshot is taken, and the control word
-``OBSTACLE`` says why. A snapshot is also of no use if the env has asked outside in a request after it: see ``asked``.
+``OBSTACLE`` says why. A snapshot is also of no use if the env has asked outside in a request after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from typing import NoReturn
 
 from multienv._engine.wire.banks import OVERHEAD
 from multienv._engine.wire.segment import LOSS_SECONDS, OBSTACLE, SNAPSHOT, SNAPSHOT_SECONDS, SNAPSHOTS, Segment
-from multienv._engine.worker.asked import AskedOutside
 from multienv._engine.worker.census import (
     CHILDREN,
     FAILED,
@@ -40,6 +39,7 @@ from multienv._engine.worker.census import (
     OBSTACLES,
     THREADS,
     TIMERS,
+    AskedOutside,
     Found,
     census,
     put_back,
@@ -302,7 +302,7 @@ class Snapshots:
     @staticmethod
     def _descriptors_after_waking(message: bytes, received: list[int]) -> WorkerDescriptors:
         (monitor,) = WAKING.unpack(message)
-        wake_socket, memory, stack, announcements, stderr = received
+        *own, stderr = received
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
         # Polled: nothing tells a process that its parent has changed.
         until = time.monotonic() + _ORPHANED_WITHIN
@@ -312,7 +312,5 @@ class Snapshots:
             time.sleep(0.001)
         os.dup2(stderr, _STDERR)
         os.close(stderr)
-        for descriptor in (wake_socket, memory, stack, announcements):
-            os.set_inheritable(descriptor, False)
         os.environ[MARK_VARIABLE] = mark_of(monitor, os.getpid())
-        return WorkerDescriptors.of(wake_socket, memory, stack, announcements)
+        return WorkerDescriptors.of(*own)

@@ -61,10 +61,6 @@ class Starts:
         self.generators.clear()
         return taken
 
-    def states_of(self, slots: Sequence[int]) -> dict[int, bytes]:
-        """Return the present states of the generators of these slots."""
-        return {slot: seeding.states_of(self._envs[slot]) for slot in slots}
-
     def before_reset(self, slot: int) -> None:
         """Note that the env of a slot is about to be reset."""
         generators = None if self.replaying is None else self.replaying.pop(slot, None)
