@@ -3,4 +3,4 @@
 from multienv.cli import app
 
 if __name__ == "__main__":
-    app(prog_name="multienv")
+    app()

@@ -23,7 +23,7 @@ Run gymnasium environments in processes that may die at any moment.
 All but `run` need an extra: pip install "multienv-rl[cli]"."""
 
 
-def app(prog_name: str = "multienv") -> None:
+def app() -> None:
     """Run the subcommand that ``sys.argv`` names. Help and version need no extra either."""
     first = (sys.argv[1:] or ["--help"])[0]
     if first == "run":
@@ -33,4 +33,4 @@ def app(prog_name: str = "multienv") -> None:
     elif first.endswith(".py"):
         sys.exit(f"There is no command {first}. To run a script: multienv run {' '.join(sys.argv[1:])}")
     else:
-        importlib.import_module("multienv.cli.commands").app(prog_name=prog_name)
+        importlib.import_module("multienv.cli.commands").app(prog_name="multienv")

@@ -600,8 +600,8 @@ def replays(patient: Patient) -> Row:
     """Kill the worker with SIGKILL, without snapshots. So it is on macOS, or if the env has threads."""
     struck = strike(patient, RestartPolicy(snapshots=False))
     patient.ways["journal"] = struck.outcome
-    # If the env does not come back in this way, another way may lead back.
-    verdict, means, advice = _unless_recoverable(patient), struck.replay, ""
+    verdict: Verdict = "note" if patient.verdict == "ok" else "truncates"  # another way may lead back
+    means, advice = struck.replay, ""
     if struck.outcome == "truncated":
         advice = f"{'Only snapshots recover it. ' * (verdict == 'note')}{struck.advice}".rstrip()
     elif struck.outcome == "differs":
@@ -796,11 +796,6 @@ def _outgrows_replays(patient: Patient) -> bool:
     """Tell whether an episode may take longer than a replay may, while only a replay recovers it."""
     is_long = patient.episode_seconds > RestartPolicy().replay_limit
     return is_long and patient.ways.get("snapshot") != "exact"
-
-
-def _unless_recoverable(patient: Patient) -> Verdict:
-    """Return the verdict of a check in which the env does not come back: another way may lead back."""
-    return "note" if patient.verdict == "ok" else "truncates"
 
 
 def _pid(env: SubprocessEnv) -> int:

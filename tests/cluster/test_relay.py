@@ -563,12 +563,13 @@ def test_many_random_programs_on_random_hosts_are_exact(clusters: Clusters, firs
     play(clusters, first, 1_000)
 
 
-def test_what_fails_in_a_relay_for_one_worker_is_that_workers_own() -> None:
+def test_what_fails_in_a_relay_for_one_worker_is_that_workers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         def __init__(self, *_: object) -> None:
             raise MemoryError("no room")
 
-    here = Relay(launch=Failing)
+    monkeypatch.setattr(relay, "Launch", Failing)
+    here = Relay()
     (told,) = here.exchange(1, [(frames.LAUNCH, 1, "spawn", None, "")])
     assert told[:2] == (frames.GONE, 1)
     assert "no room" in told[2]["detail"]

@@ -10,8 +10,7 @@
 
 frames     what travels between a courier and its relay
 relay      on the node: monitor, workers, and what was asked of them; knows nothing of Ray
-courier    in the trainer: a thread that exchanges frames with one relay
-channel    the trainer's end of one worker on a node
+courier    in the trainer: a thread that exchanges frames with one relay, and its end of each worker on that node
 fleet      the relays of one vector env or list: where they are, and which take the place of lost ones
 cluster    all that is asked of Ray
 """

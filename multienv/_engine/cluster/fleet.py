@@ -17,9 +17,8 @@ from functools import partial
 
 from multienv._engine import interrupts
 from multienv._engine.cluster import frames
-from multienv._engine.cluster.channel import RelayChannel
 from multienv._engine.cluster.cluster import AGAIN, WATCH_EVERY, Cluster, HeadWatch, Node, RayHost, in_order
-from multienv._engine.cluster.courier import Courier
+from multienv._engine.cluster.courier import Courier, RelayChannel
 from multienv._engine.processes.worker_process import run_uninterrupted
 from multienv._engine.threads import Task
 from multienv.config import RayOptions

@@ -29,6 +29,8 @@ from multienv._engine.wire.segment import BUSY, LOSS_SECONDS, PID, REPLY_PAYLOAD
 # Seconds a call waits for answers at the most, and for further ones after the first.
 HOLD = 1.0
 LINGER = 0.002
+# Wakes and frees kept snapshots: any will do.
+_SNAPSHOTS = Launch("forkserver")
 # Seconds between two looks at the memory of a worker.
 _LOOK = 0.1
 # The control words that the trainer reads: what the worker is at, and what it tells of itself.
@@ -95,15 +97,9 @@ class Relayed:
 
 
 class Relay:
-    """Has the workers of one host.
+    """Has the workers of one host."""
 
-    Args:
-        launch: Makes what launches a worker, of method, threads and title.
-    """
-
-    def __init__(self, launch: Callable[..., Any] = Launch) -> None:
-        self._launch = launch
-        self._any: Any = None  # what launched a worker: it wakes and frees kept snapshots
+    def __init__(self) -> None:
         self._workers: dict[int, Relayed] = {}
         self._inbox: deque[tuple[int, list[Frame]]] = deque()
         self._serial = 1  # of the call whose frames are carried out next
@@ -207,19 +203,17 @@ class Relay:
         self._workers[name] = Relayed(channel, gone)
 
     def _do_launch(self, name: int, method: str, native_threads: int | None, title: str) -> None:
-        launch = self._any = self._launch(method, native_threads, title)
-        self._start(name, launch.start)
+        self._start(name, Launch(method, native_threads, title).start)
 
     def _do_wake(self, name: int, lost: int) -> None:
         worker = self._workers.get(lost)
         self._start(name, lambda: None if worker is None or worker.channel is None else worker.channel.wake())
 
     def _do_wake_kept(self, name: int, token: int) -> None:
-        self._start(name, lambda: None if self._any is None else self._any.wake_kept(token))
+        self._start(name, lambda: _SNAPSHOTS.wake_kept(token))
 
     def _do_free(self, token: int) -> None:
-        if self._any is not None:
-            self._any.free(token)
+        _SNAPSHOTS.free(token)
 
     def _do_ask(self, name: int, *request: Any) -> None:
         worker = self._workers.get(name)

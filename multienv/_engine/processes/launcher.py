@@ -237,7 +237,7 @@ class MonitorClient:
             raise
         self._closing = Lock()  # held for moments: the socket is not closed while another thread sends
         self._waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread is to be had: is_alive() takes note of its end
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: _monitor() takes note of its end
             self._waiter.start()
 
     def _await_end(self) -> None:
@@ -248,10 +248,6 @@ class MonitorClient:
         if code:  # one that ends by itself leaves nothing
             end_orphans(self.process.pid)
             remove_folder(self._folder)
-
-    def is_alive(self) -> bool:
-        """Tell whether the monitor runs."""
-        return self.process.poll() is None
 
     def send(self, order: Order, descriptors: Sequence[int] = (), *, patience: float = LONGEST_SEND) -> None:
         """Send an order; wait up to ``patience`` seconds while the socket is full. Raises OSError."""
@@ -374,7 +370,7 @@ def _monitor(ended: MonitorClient | None = None) -> MonitorClient:
     with _lock:
         if _is_shutting_down:
             raise ClosedError("The interpreter is shutting down: envs have ended, and none can be started any more.")
-        if _client is None or _client is ended or not _client.is_alive():
+        if _client is None or _client is ended or _client.process.poll() is not None:
             before, _client = _client, MonitorClient()
             if before is not None:
                 before.close()
