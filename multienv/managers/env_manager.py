@@ -334,10 +334,7 @@ class EnvManager:
         scheduler.turn(0.0)
         return scheduler.ready()
 
-    @property
-    def ready_obs_id(self) -> list[int]:
-        """Return the same as :attr:`ready_env`."""
-        return self.ready_env
+    ready_obs_id = ready_env  # by DI-engine's name
 
     @property
     def ready_info(self) -> dict[int, dict[str, Any]]:
