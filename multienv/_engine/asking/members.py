@@ -298,10 +298,11 @@ class Members:
         current.endings[member], name, request = following
         is_due = supervisor.maintenance.is_due or supervisor.maintenance.recycling_due
         self._ask(current, member, name, request, in_thread=is_due)
+        self.start(current)
         return MISSING
 
     def _ask(self, current: Round, member: int, name: str, request: Any, *, in_thread: Any) -> None:
-        """Send a request; in a thread if the process is to be replaced before it, which takes a while."""
+        """Send a request; plan a thread for it if the process is to be replaced before, which takes a while."""
         supervisor = self.supervisors[member]
         if not in_thread:
             _send(supervisor, name, request, current.waits)
@@ -311,7 +312,7 @@ class Members:
             _send(supervisor, name, request, current.waits)
             supervisor.resume()  # the supervisor keeps the answer
 
-        self.start_in_thread(current, member, ask_patiently)
+        self.plan_thread(current, member, ask_patiently)
 
     def send(self, current: Round, member: int) -> None:
         """Send a supervisor's request, or the reset that takes its place."""
