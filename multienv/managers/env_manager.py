@@ -58,7 +58,7 @@ class EnvManager:
     _waits_for_all = False
     _way_to_collect = "step({})"
 
-    @takes_options_of(Workers.__init__, EnvManagerConfig)
+    @takes_options_of(Workers.__init__, EnvManagerConfig, but=["deadlines"])
     def __init__(
         self,
         env_fn: Iterable[EnvFn],
