@@ -28,13 +28,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def takes_options_of(*takers: Callable[..., Any]) -> Callable[[_Function], _Function]:
+def takes_options_of(*takers: Callable[..., Any], but: Iterable[str] = ()) -> Callable[[_Function], _Function]:
     """Decorate a function that hands its ``**options`` on, so that ``help()`` shows them by name, with their defaults.
 
     A name that is unknown raises TypeError before the function is called.
 
     Args:
         *takers: Where the options end up: their keyword-only parameters are shown.
+        but: Names of options that follow from others.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -43,7 +44,7 @@ def takes_options_of(*takers: Callable[..., Any]) -> Callable[[_Function], _Func
         by_position = [name for name, one in shown.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
         for taker in takers:
             for name, one in inspect.signature(taker).parameters.items():
-                if one.kind is one.KEYWORD_ONLY:
+                if one.kind is one.KEYWORD_ONLY and name not in but:
                     shown.setdefault(name, one)
 
         @wraps(function)

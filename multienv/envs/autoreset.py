@@ -8,6 +8,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv._engine.asking.fanout import Calls
+from multienv._engine.asking.members import Ending
 from multienv._engine.building.building import mode_of
 from multienv._engine.interrupts import runs_user_code
 from multienv._engine.recovery.state_machine import Episode
@@ -15,7 +16,7 @@ from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.codecs import Transition
 from multienv._engine.wire.messages import BEGINNING, Reset
 from multienv.envs.subprocess_env import supervisor_of
-from multienv.errors import MultienvError, UsageError
+from multienv.errors import UsageError
 
 
 class AutoresetOfOne:
@@ -36,23 +37,18 @@ class AutoresetOfOne:
         return BEGINNING if supervisor.state.episode is Episode.ENDED else None
 
     def next(
-        self, supervisor: Supervisor, ended: Transition | None, answer: Any, request: Any
-    ) -> tuple[Transition, str, Reset] | None:
+        self, supervisor: Supervisor, ended: Ending | None, answer: Any, request: Any
+    ) -> tuple[Ending, str, Reset] | None:
         """Return the end of an episode, and the reset that follows it in the same step."""
         is_end = self.leaves_ends and len(answer) != 2 and (answer[2] or answer[3])
-        return (answer, "reset", BEGINNING) if is_end else None
+        return (Ending(answer), "reset", BEGINNING) if is_end else None
 
-    def joined(self, ended: Transition | None, answer: Any) -> Transition:
+    def joined(self, ended: Ending | None, answer: Any) -> Transition:
         """Return the outcome of a step, which may have been a reset, or was followed by one."""
-        return joined(ended, answer) if len(answer) == 2 else answer
-
-    def failed(self, ended: Transition | None, error: MultienvError) -> None:
-        """Put into the error of a reset what the step before it had returned."""
-        if ended is not None:
-            error.returned = ended  # type: ignore[attr-defined]
+        return joined(ended and ended.returned, answer) if len(answer) == 2 else answer
 
 
-def joined(transition: Transition | None, begun: tuple[Any, dict[str, Any]]) -> Transition:
+def joined(transition: tuple[Any, ...] | None, begun: tuple[Any, dict[str, Any]]) -> Transition:
     """Return the result of a step that reset the env: after ``transition``, or in place of a step if it is ``None``."""
     observation, info = begun
     if transition is None:

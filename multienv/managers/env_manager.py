@@ -58,7 +58,7 @@ class EnvManager:
     _waits_for_all = False
     _way_to_collect = "step({})"
 
-    @takes_options_of(Workers.__init__, EnvManagerConfig)
+    @takes_options_of(Workers.__init__, EnvManagerConfig, but=["deadlines"])
     def __init__(
         self,
         env_fn: Iterable[EnvFn],
@@ -334,10 +334,7 @@ class EnvManager:
         scheduler.turn(0.0)
         return scheduler.ready()
 
-    @property
-    def ready_obs_id(self) -> list[int]:
-        """Return the same as :attr:`ready_env`."""
-        return self.ready_env
+    ready_obs_id = ready_env  # by DI-engine's name
 
     @property
     def ready_info(self) -> dict[int, dict[str, Any]]:

@@ -56,7 +56,7 @@ from multienv.vector.batching import (
     check_spaces,
     observation_spaces,
 )
-from multienv.vector.infos import BatchInfos, Infos, infos_of_some, listed, parts_of
+from multienv.vector.infos import BatchInfos, Infos, listed, parts_of
 from multienv.vector.same_step import ResetAtOnce
 from multienv.vector.shared_workers import SharedWorkers, rows_of
 
@@ -182,7 +182,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._split = action_splitter(action_space, self._slices)
         self._cut = action_cutter(action_space, self.num_envs, "send()")
         self._stream = Stream(self._fanout, SharedWorkers(self._slices, action_space))
-        self._infos_of_some = infos_of_some((), merges=self._merges)
+        self._infos_of_some = BatchInfos(None, (), merges=self._merges)
 
     def __enter__(self) -> Self:
         """Return this object; its envs are built."""
@@ -314,7 +314,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             infos = self._plain_infos(answers)
         if infos is None:
             return self._handed_over(current, partial(self._special_outcome, current))  # type: ignore[no-any-return]
-        batch = (*self._rows.batch(answers, current), infos)
+        batch = (*self._rows.batch(answers), infos)
         self._fanout.finish()
         current.answers = {}  # no call: see _handed_over()
         del answers[:]
@@ -331,7 +331,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         is_step = current.name == "step"
         return self._error_of(current, answers) or self._infos.returned(
             current.name,
-            lambda infos: (*self._rows.batch(answers, current)[: 4 if is_step else 1], infos),
+            lambda infos: (*self._rows.batch(answers)[: 4 if is_step else 1], infos),
             partial(self._infos.of, parts_of(answers), resumed=is_step and current.resumed),
         )
 
@@ -409,7 +409,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             return (*rows_of(ready, self._rows), {}, np.array(ready.envs))
         sizes = [len(reply.rewards) for reply in replies]
         if sizes != self._infos_of_some.sizes:
-            self._infos_of_some = infos_of_some(sizes, merges=self._merges)
+            self._infos_of_some = BatchInfos(None, sizes, merges=self._merges)
         return self._infos_of_some.returned(
             "recv",
             lambda infos: (*rows_of(ready, self._rows), infos, np.array(ready.envs)),

@@ -21,7 +21,7 @@ class BatchInfos:
     """Puts the infos of several workers together.
 
     Args:
-        env: Its ``_add_info`` merges. If it holds this object: a weak proxy.
+        env: Its ``_add_info`` merges. If it holds this object: a weak proxy. ``None``: gymnasium's merges.
         sizes: Number of envs of each worker.
         merges: Merge them into one dict; else a dict for each env.
 
@@ -30,7 +30,8 @@ class BatchInfos:
     """
 
     def __init__(self, env: Any, sizes: Sequence[int], *, merges: bool) -> None:
-        self._env, self.sizes, self._merges = env, sizes, merges
+        self._env = env = _Envs(sum(sizes)) if env is None else env
+        self.sizes, self._merges = sizes, merges
         self._merger = InfoMerger(env.num_envs)
         self._merges_as_gymnasium = env.__class__._add_info is VectorEnv._add_info
 
@@ -97,11 +98,6 @@ class _Envs(VectorEnv[Any, Any, Any]):
 
     def __init__(self, count: int) -> None:
         self.num_envs, self.closed = count, True
-
-
-def infos_of_some(sizes: Sequence[int], *, merges: bool) -> BatchInfos:
-    """Return what puts the infos of some of the envs together, given how many each reply has."""
-    return BatchInfos(_Envs(sum(sizes)), sizes, merges=merges)
 
 
 def parts_of(replies: Sequence[RowsReply | None]) -> Parts:

@@ -7,24 +7,12 @@ is replaced now and then, the worker resets it in the next step, and the trainer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from multienv._engine.asking.members import Ending
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.infos import Extras
-from multienv.errors import MultienvError
-
-
-class _Ending(NamedTuple):
-    """Holds what a step returned that ended an episode, and the number of the newest request that was answered.
-
-    ``is_last``: The reset is asked for once more; whatever comes of that is shown.
-    """
-
-    number: int
-    returned: tuple[Any, ...]
-    reply: RowsReply
-    is_last: bool = False
 
 
 class ResetAtOnce:
@@ -43,8 +31,8 @@ class ResetAtOnce:
         """Return ``None``: a step is a step."""
 
     def next(
-        self, supervisor: Supervisor, ended: _Ending | None, reply: RowsReply, request: Any
-    ) -> tuple[_Ending, str, Any] | None:
+        self, supervisor: Supervisor, ended: Ending | None, reply: RowsReply, request: Any
+    ) -> tuple[Ending, str, Any] | None:
         """Return what to keep of a reply that ended an episode, and the request that follows it."""
         if ended is not None and ended.number != supervisor.position.number:
             # A reset that ended process after process: the next one has an env without the past that made it fail.
@@ -57,9 +45,9 @@ class ResetAtOnce:
         flags = bool(reply.terminated[0]), bool(reply.truncated[0])
         kept = RowsReply([], reply.rewards.copy(), reply.terminated.copy(), reply.truncated.copy(), errors=reply.errors)
         returned = observation, float(reply.rewards[0]), *flags, _info_of(reply)
-        return _Ending(supervisor.position.number, returned, kept), "step", request
+        return Ending(returned, kept, supervisor.position.number), "step", request
 
-    def joined(self, ended: _Ending | None, reply: RowsReply) -> RowsReply:
+    def joined(self, ended: Ending | None, reply: RowsReply) -> RowsReply:
         """Return the outcome of a step, as a worker gives it that resets in the same step."""
         if ended is None:
             return reply
@@ -78,11 +66,6 @@ class ResetAtOnce:
             Extras([(0, info)], {}, observations),
             {**ended.reply.errors, **reply.errors},
         )
-
-    def failed(self, ended: _Ending | None, error: MultienvError) -> None:
-        """Put into the error what the step had returned before the reset failed."""
-        if ended is not None:
-            error.returned = ended.returned  # type: ignore[attr-defined]
 
 
 def _info_of(reply: RowsReply) -> dict[str, Any]:

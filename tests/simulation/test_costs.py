@@ -55,12 +55,12 @@ class Cost(NamedTuple):
 
 # Face, what each worker does when it is asked ("slow": it answers only when it is waited for), number of workers.
 COSTS = {
-    ("vector_env", "awake", 2): Cost(calls=18, locks=4, looks=4, rings=0, waits=0, journal=112, memory=112),
-    ("vector_env", "awake", 64): Cost(calls=142, locks=128, looks=128, rings=0, waits=0, journal=3584, memory=3558),
-    ("vector_env", "asleep", 2): Cost(calls=18, locks=4, looks=2, rings=2, waits=0, journal=112, memory=112),
-    ("vector_env", "asleep", 64): Cost(calls=142, locks=128, looks=64, rings=64, waits=0, journal=3584, memory=3558),
-    ("vector_env", "slow", 2): Cost(calls=22, locks=4, looks=2, rings=0, waits=2, journal=112, memory=112),
-    ("vector_env", "slow", 64): Cost(calls=270, locks=128, looks=64, rings=0, waits=64, journal=3584, memory=3558),
+    ("vector_env", "awake", 2): Cost(calls=17, locks=4, looks=4, rings=0, waits=0, journal=112, memory=112),
+    ("vector_env", "awake", 64): Cost(calls=141, locks=128, looks=128, rings=0, waits=0, journal=3584, memory=3558),
+    ("vector_env", "asleep", 2): Cost(calls=17, locks=4, looks=2, rings=2, waits=0, journal=112, memory=112),
+    ("vector_env", "asleep", 64): Cost(calls=141, locks=128, looks=64, rings=64, waits=0, journal=3584, memory=3558),
+    ("vector_env", "slow", 2): Cost(calls=21, locks=4, looks=2, rings=0, waits=2, journal=112, memory=112),
+    ("vector_env", "slow", 64): Cost(calls=269, locks=128, looks=64, rings=0, waits=64, journal=3584, memory=3558),
     ("multi_env", "awake", 2): Cost(calls=14, locks=4, looks=4, rings=0, waits=0, journal=112, memory=115),
     ("multi_env", "awake", 64): Cost(calls=138, locks=128, looks=128, rings=0, waits=0, journal=3584, memory=3558),
     ("multi_env", "asleep", 2): Cost(calls=14, locks=4, looks=2, rings=2, waits=0, journal=112, memory=115),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from itertools import repeat
 from math import inf
 from time import monotonic
 from types import MappingProxyType
@@ -64,11 +63,11 @@ class ReadyBatch(NamedTuple):
 
 def results_of(current: Round) -> dict[int, Result]:
     """Return the result of each request that is answered, by member."""
-    answers, requests, failures = current.answers, current.requests, current.failures
-    names = [requests[member].name for member in answers]
-    errors = map(failures.get, answers) if failures else repeat(None)
-    made = map(partial(tuple.__new__, Result), zip(names, answers.values(), errors, strict=False))
-    return dict(zip(answers, made, strict=True))
+    requests, failures = current.requests, current.failures
+    return {
+        member: Result(requests[member].name, answer, failures.get(member))
+        for member, answer in current.answers.items()
+    }
 
 
 class Sharing:

@@ -26,6 +26,22 @@ from multienv.errors import CallPendingError, ClusterError, MultienvError, Syste
 Blocking = Callable[[str, Any], Any]
 
 
+class Ending(NamedTuple):
+    """Holds a step that ended an episode, until what follows it in the same step is answered, too.
+
+    Attributes:
+        returned: What the env's step had returned; an error of what follows has it.
+        reply: The reply, in a batch; its memory is not that of the bank.
+        number: Of the newest request that was answered.
+        is_last: What follows is asked for once more; whatever comes of that is shown.
+    """
+
+    returned: tuple[Any, ...]
+    reply: Any = None
+    number: int = 0
+    is_last: bool = False
+
+
 class AutoresetHook(Protocol):
     """Says what a step means besides itself: autoreset. Without one a step is a step.
 
@@ -38,12 +54,12 @@ class AutoresetHook(Protocol):
     def first(self, supervisor: Any) -> Any:
         """Return the reset to ask for in place of a step, while no episode runs; ``None``: step all the same."""
 
-    def next(self, supervisor: Any, ended: Any, answer: Any, request: Any) -> tuple[Any, str, Any] | None:
+    def next(self, supervisor: Any, ended: Ending | None, answer: Any, request: Any) -> tuple[Ending, str, Any] | None:
         """Return the request that follows an answer in the same step; ``None``: none does.
 
         Args:
             supervisor: Of the member.
-            ended: What was kept of an answer before this one; ``None``: there was none.
+            ended: The end of an episode before this answer; ``None``: there was none.
             answer: The answer.
             request: What the member was asked for.
 
@@ -51,11 +67,8 @@ class AutoresetHook(Protocol):
             What is kept of the answer until the next one is there; name and content of the next request.
         """
 
-    def joined(self, ended: Any, answer: Any) -> Any:
-        """Return the outcome of a step: of what was kept of an earlier answer, ``None``: nothing, and the last one."""
-
-    def failed(self, ended: Any, error: MultienvError) -> None:
-        """Put what was kept of an earlier answer, ``None``: nothing, into the error that a step comes to."""
+    def joined(self, ended: Ending | None, answer: Any) -> Any:
+        """Return the outcome of a step: of the end of an episode, ``None``: there was none, and the last answer."""
 
 
 class StepOfSome(NamedTuple):
@@ -125,7 +138,7 @@ class Round:
         answers: Member → its answer, ``None`` if it failed. A member whose answer is missing is not in it.
         failures: Member → what it raised.
         tasks: Member → the call that a thread makes for it.
-        endings: Member → what the autoreset hook has kept of a step that ended an episode.
+        endings: Member → its step that ended an episode, where a request of the autoreset hook follows.
     """
 
     name: str
@@ -138,7 +151,7 @@ class Round:
     answers: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, BaseException] = field(default_factory=dict)
     tasks: dict[int, Task] = field(default_factory=dict)
-    endings: dict[int, Any] = field(default_factory=dict)
+    endings: dict[int, Ending] = field(default_factory=dict)
 
     @property
     def is_interrupted(self) -> bool:
@@ -285,10 +298,11 @@ class Members:
         current.endings[member], name, request = following
         is_due = supervisor.maintenance.is_due or supervisor.maintenance.recycling_due
         self._ask(current, member, name, request, in_thread=is_due)
+        self.start(current)
         return MISSING
 
     def _ask(self, current: Round, member: int, name: str, request: Any, *, in_thread: Any) -> None:
-        """Send a request; in a thread if the process is to be replaced before it, which takes a while."""
+        """Send a request; plan a thread for it if the process is to be replaced before, which takes a while."""
         supervisor = self.supervisors[member]
         if not in_thread:
             _send(supervisor, name, request, current.waits)
@@ -298,7 +312,7 @@ class Members:
             _send(supervisor, name, request, current.waits)
             supervisor.resume()  # the supervisor keeps the answer
 
-        self.start_in_thread(current, member, ask_patiently)
+        self.plan_thread(current, member, ask_patiently)
 
     def send(self, current: Round, member: int) -> None:
         """Send a supervisor's request, or the reset that takes its place."""
@@ -411,9 +425,8 @@ class Members:
             raise error
 
     def _fail(self, current: Round, member: int, error: BaseException) -> None:
-        is_step = member in current.requests and current.requests[member].name == "step"
-        if self._autoreset is not None and is_step and isinstance(error, MultienvError):
-            self._autoreset.failed(current.endings.get(member), error)
+        if member in current.endings:
+            error.returned = current.endings[member].returned  # type: ignore[attr-defined]
         # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
         current.failures[member] = error.with_traceback(None)
         current.answers[member] = None
