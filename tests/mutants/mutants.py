@@ -542,7 +542,7 @@ MUTANTS = [
     Mutant(
         "An env that has shown a memory is replaced by plan in the middle of an episode.",
         3,
-        "replacement:Replacement.bring_back",
+        "maintenance:Replacement.bring_back",
         "memory.has_shown",
         "False",
         REPLAYED,
@@ -1040,7 +1040,7 @@ MUTANTS = [
     Mutant(
         "A replacement by plan asks the server of envs that go on if it fails.",
         3,
-        "replacement:Replacement.bring_back",
+        "maintenance:Replacement.bring_back",
         "has_asked and not self.ends_first",
         "False",
         ("tests/simulation/test_faults_and_programs.py",),
@@ -1683,7 +1683,7 @@ MUTANTS = [
     Mutant(
         "A new process is built beside the old one although that has failed.",
         7,
-        "replacement:Replacement.put_off",
+        "maintenance:Replacement.put_off",
         "self._recoverer.code.builds_alone |= not is_built",
         "",
         RECYCLING,

@@ -580,7 +580,7 @@ class Recoverer:
         finally:
             if dead is not None:
                 dead.release()
-        if not_built is not None and not instruction.is_built:
+        if not_built is not None:
             raise not_built
         raise Unrecoverable(instruction.reason)
 
@@ -598,7 +598,7 @@ class Recoverer:
             if isinstance(source, Replayed):
                 changed = self._changed_code(build, channel, progress)
                 if changed:
-                    return channel, NothingBuilt(changed, is_built=True)
+                    return channel, Failed(changed)
             return channel, CameBack(self._repeat(channel, source, progress, until))
         except Gone as gone:
             late = until is not None and time.monotonic() >= until

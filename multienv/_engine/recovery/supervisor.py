@@ -34,7 +34,7 @@ from multienv._engine.recovery.answers import Answers, Read
 from multienv._engine.recovery.hot_path import BEGINS, MISSING, SAMPLE, ask, buffers_of, take
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery
-from multienv._engine.recovery.maintenance import Maintenance
+from multienv._engine.recovery.maintenance import Maintenance, Replacement
 from multienv._engine.recovery.pending import Pending, RequestDeadlines, request_of
 from multienv._engine.recovery.position import Position, Starts
 from multienv._engine.recovery.recoverer import (
@@ -45,7 +45,6 @@ from multienv._engine.recovery.recoverer import (
     Revived,
     Unrecoverable,
 )
-from multienv._engine.recovery.replacement import Replacement
 from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.rollouts import RolloutReader
 from multienv._engine.recovery.state_machine import (
