@@ -1368,7 +1368,7 @@ MUTANTS = [
         "A worker is given no time to close its envs where nobody has called close().",
         7,
         "supervisor:Supervisor.take_over",
-        "channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close",
+        "channel.envs, channel.patience = self._envs, self.deadlines.close",
         "channel.envs, channel.patience = self.reporter.env_in(-1), 0.5",
         ("tests/faults/test_close.py",),
     ),
