@@ -391,7 +391,7 @@ MUTANTS = [
         "The code of a replay is not compared with that of the lost process.",
         3,
         "recoverer:Recoverer._changed_code",
-        "file = changed_file(build.code, channel.code)",
+        'file = changed_file(build.code, channel.code) if channel.code != build.code else ""',
         'file = ""',
         CODE,
     ),

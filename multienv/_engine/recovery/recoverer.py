@@ -672,7 +672,7 @@ class Recoverer:
 
     def _changed_code(self, build: Build, channel: Channel, progress: RecoveryProgress) -> str:
         """Note whether the envs were built from other code; return why they are not taken, else ``""``."""
-        file = changed_file(build.code, channel.code)
+        file = changed_file(build.code, channel.code) if channel.code != build.code else ""
         progress.changed = file and f"{file} has changed since the process that is replaced imported it"
         if file:
             sometimes("the code has changed since the lost process imported it")
