@@ -55,7 +55,7 @@ def test_without_sources_nothing_is_tried() -> None:
 
 @pytest.mark.parametrize("source", [COPY, KEPT, FAR, NewEnvs()])
 def test_envs_that_are_as_they_were_are_taken_over(source: Source) -> None:
-    assert walk([source, NEAR], CameBack({}))[1] == TakeOver(source, {})
+    assert walk([source, NEAR], CameBack({}))[1] == TakeOver({})
 
 
 def test_a_snapshot_whose_replay_differs_is_given_up_and_says_why() -> None:
@@ -117,17 +117,17 @@ def test_deaths_by_chance_leave_a_shorter_replay_only_after_several() -> None:
 def test_the_last_replay_is_taken_with_the_slots_that_differ_unless_all_do() -> None:
     differ: dict[int, str] = {0: "one", 2: "other"}
     assert walk([FAR, NEAR], CameBack(differ))[1] == Try(NEAR, is_last=True)
-    assert walk([NEAR], CameBack(differ))[1] == TakeOver(NEAR, differ)
+    assert walk([NEAR], CameBack(differ))[1] == TakeOver(differ)
     assert walk([NEAR], CameBack({**differ, 1: "last"}))[1] == GiveUp("one")
     none_lost = WayRules(slots=3, tries=2, anew=(0,))
-    assert walk([NEAR], CameBack({0: "new"}), rules=none_lost)[1] == TakeOver(NEAR, {0: "new"})
+    assert walk([NEAR], CameBack({0: "new"}), rules=none_lost)[1] == TakeOver({0: "new"})
     assert walk([NEAR], CameBack(differ), rules=none_lost)[1] == GiveUp("one")
 
 
 def test_what_cannot_be_built_leaves_only_snapshots() -> None:
     way, instruction = walk([NEAR, COPY, FAR], NothingBuilt("no memory"))
     assert instruction == Try(COPY, is_last=True)
-    assert decide_way(way, Failed(), RULES)[1] == GiveUp("no memory", is_built=False)
+    assert decide_way(way, Failed(), RULES)[1] == GiveUp("no memory")
 
 
 def test_a_replay_beside_the_old_process_is_tried_once() -> None:
@@ -160,7 +160,7 @@ EVENTS = st.one_of(
         st.sampled_from([None, OTHER_COPY]),
     ),
     st.builds(Failed, st.sampled_from(["", "why"])),
-    st.builds(NothingBuilt, st.just("why"), st.booleans()),
+    st.builds(NothingBuilt, st.just("why")),
 )
 
 

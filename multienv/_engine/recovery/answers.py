@@ -272,7 +272,7 @@ class Answers:
         return reply
 
     def spaces_in(self, spaces: bytes) -> tuple[Any, Any]:
-        """Return the spaces that a single env has set; if it has set none, or unreadable ones, those it was built with."""
+        """Return the spaces that a single env has set; those it was built with if there are none that can be read."""
         with contextlib.suppress(Illegible):
             if spaces:
                 set_ones: tuple[Any, Any] = call_user_code(partial(pickle.loads, spaces), Illegible)

@@ -580,7 +580,7 @@ class Recoverer:
         finally:
             if dead is not None:
                 dead.release()
-        if not_built is not None and not instruction.is_built:
+        if not_built is not None:
             raise not_built
         raise Unrecoverable(instruction.reason)
 
@@ -598,7 +598,7 @@ class Recoverer:
             if isinstance(source, Replayed):
                 changed = self._changed_code(build, channel, progress)
                 if changed:
-                    return channel, NothingBuilt(changed, is_built=True)
+                    return channel, Failed(changed)
             return channel, CameBack(self._repeat(channel, source, progress, until))
         except Gone as gone:
             late = until is not None and time.monotonic() >= until
@@ -672,7 +672,7 @@ class Recoverer:
 
     def _changed_code(self, build: Build, channel: Channel, progress: RecoveryProgress) -> str:
         """Note whether the envs were built from other code; return why they are not taken, else ``""``."""
-        file = changed_file(build.code, channel.code)
+        file = changed_file(build.code, channel.code) if channel.code != build.code else ""
         progress.changed = file and f"{file} has changed since the process that is replaced imported it"
         if file:
             sometimes("the code has changed since the lost process imported it")

@@ -34,7 +34,7 @@ from multienv._engine.recovery.answers import Answers, Read
 from multienv._engine.recovery.hot_path import BEGINS, MISSING, SAMPLE, ask, buffers_of, take
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery
-from multienv._engine.recovery.maintenance import Maintenance
+from multienv._engine.recovery.maintenance import Maintenance, Replacement
 from multienv._engine.recovery.pending import Pending, RequestDeadlines, request_of
 from multienv._engine.recovery.position import Position, Starts
 from multienv._engine.recovery.recoverer import (
@@ -45,7 +45,6 @@ from multienv._engine.recovery.recoverer import (
     Revived,
     Unrecoverable,
 )
-from multienv._engine.recovery.replacement import Replacement
 from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.rollouts import RolloutReader
 from multienv._engine.recovery.state_machine import (
@@ -197,6 +196,7 @@ class Supervisor:
         share = 0.0 if not recording else LARGE_SHARE if policy.recycles else SHARE
         self.position = Position(replace(build, starts=share), journal)
         self.reporter = Reporter(self.position, index, hooks, reports)
+        self._envs = self.reporter.env_in(-1)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
@@ -588,7 +588,8 @@ class Supervisor:
         if read.entry:
             position.journal.log(number, read.entry, read.call)
         self._happen(Replied(ended=read.ended, failed=read.failed), number=read.last, answer=read.answer, read=read)
-        self.reporter.truncated_errors(read.truncated_errors.items(), channel.pid)
+        if read.truncated_errors:
+            self.reporter.truncated_errors(read.truncated_errors.items(), channel.pid)
         if is_step:
             position.count_step(read.answer, channel.segment, number, request.left_alone)
         elif isinstance(message, Reset) and not read.failed:
@@ -690,11 +691,10 @@ class Supervisor:
         self.answers.started, self._long_past = 0, long_past
         self.channel, self.segment, self.buffers = channel, channel.segment, None  # made for the first request
         self.recoverer.handed_over()
-        maintenance = self.maintenance
-        if maintenance.recycling.wanted or maintenance.needs_rebuild:  # else there is nothing to begin anew
-            maintenance.begin(revived.progress.replayed, is_over=self.is_between_episodes())
+        if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:  # else there is nothing to begin anew
+            self.maintenance.begin(revived.progress.replayed, is_over=self.is_between_episodes())
         channel.prefer(self.core, sharing=self._sharing)
-        channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close
+        channel.envs, channel.patience = self._envs, self.deadlines.close
         if old is not None and old is not channel:
             old.kill()
             old.release()

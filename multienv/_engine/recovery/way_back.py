@@ -154,15 +154,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class NothingBuilt:
-    """Says that no new process can be had for a replay.
-
-    Attributes:
-        reason: Why.
-        is_built: There was one, with envs that are not taken.
-    """
+    """Says that no new process can be had for a replay, and the ``reason``."""
 
     reason: str
-    is_built: bool = False
 
 
 WayEvent = CameBack | Died | Failed | NothingBuilt
@@ -181,18 +175,16 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """Take over the process that this source has brought; the slots in ``mismatches`` are not as they were."""
+    """Take over the process that came back; the slots in ``mismatches`` are not as they were."""
 
-    source: Source
     mismatches: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Bring nothing back; ``is_built``: new envs could be built."""
+    """Bring nothing back, for this ``reason``."""
 
     reason: str
-    is_built: bool = True
 
 
 WayInstruction = Try | TakeOver | GiveUp
@@ -229,20 +221,18 @@ class Way:
         reason: Why the last one failed.
         setback: Why a snapshot did not bring the envs back; ``""``: it did, or was not tried.
         deaths: Deaths in this source: request and whether it was from outside → number.
-        is_built: New envs could be built, as far as is known.
     """
 
     sources: tuple[Source, ...]
     reason: str
     setback: str = ""
     deaths: tuple[tuple[tuple[int, bool], int], ...] = ()
-    is_built: bool = True
 
     @property
     def next(self) -> Try | GiveUp:
         """Return what to do where nothing has come back yet."""
         if not self.sources:
-            return GiveUp(self.reason, self.is_built)
+            return GiveUp(self.reason)
         return Try(self.sources[0], is_last=len(self.sources) == 1)
 
 
@@ -254,7 +244,7 @@ def decide_way(way: Way, event: WayEvent, rules: WayRules) -> tuple[Way, WayInst
             sometimes("a snapshot brings the envs back", isinstance(source, NewestSnapshot))
             sometimes("a replay of the journal brings the envs back", isinstance(source, Replayed))
             sometimes("a replay brings some envs of a batch back and others not", event.mismatches)
-            return way, TakeOver(source, event.mismatches)
+            return way, TakeOver(event.mismatches)
         sometimes("what follows a woken snapshot differs", isinstance(source, NewestSnapshot))
         sometimes("a replay differs, and another one is tried", isinstance(source, Replayed) and not is_last)
         after = _left(way, next(iter(event.mismatches.values())))
@@ -262,7 +252,7 @@ def decide_way(way: Way, event: WayEvent, rules: WayRules) -> tuple[Way, WayInst
         after = _after_death(way, event, rules)
     elif isinstance(event, NothingBuilt):
         frozen = tuple(one for one in way.sources[1:] if not isinstance(one, _BUILT))
-        after = replace(way, sources=frozen, reason=event.reason, deaths=(), is_built=event.is_built)
+        after = replace(way, sources=frozen, reason=event.reason, deaths=())
     else:
         after = _left(way, event.reason)
     return after, after.next
@@ -461,12 +451,8 @@ class RestartBudget:
         self._restarts.append(now)
         if answered != self._answered:
             self._answered, self._in_a_row = answered, 0
-        delay = self._delay(self._in_a_row)
         self._in_a_row += 1
-        return delay
-
-    def _delay(self, in_a_row: int) -> float:
-        if in_a_row == 0 or not self._policy.backoff:
+        if self._in_a_row == 1:
             return 0.0
-        full = min(LONGEST_BACKOFF, self._policy.backoff * 2.0 ** min(in_a_row - 1, 60))
+        full = min(LONGEST_BACKOFF, self._policy.backoff * 2.0 ** min(self._in_a_row - 2, 60))
         return full * (0.5 + self._dice() / 2)
