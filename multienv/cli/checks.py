@@ -6,10 +6,11 @@ findings of earlier checks. If a check finds the env broken, the examination end
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -22,9 +23,11 @@ from rich.filesize import decimal
 
 from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.building.building import EnvFn
+from multienv._engine.recovery.journal import AFFORDABLE
 from multienv._engine.recovery.verification import is_comparable
 from multienv._engine.recovery.way_back import ForkingPolicy
 from multienv._engine.reports.texts import foreign_frames
+from multienv._engine.worker.snapshots import interval_for
 from multienv.cli.env_functions import arguments_advice
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
@@ -81,6 +84,8 @@ _TIMES_IF_CALM, _LEAST_IF_CALM = 100.0, 10.0
 _TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
 # About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
 _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
+# Snapshots whose time is measured.
+_FORKS = 5
 # From this many seconds on, a start is slow enough to advise a preload.
 _LONG_START = 3.0
 # Things outside that are shown, and what follows from each kind.
@@ -160,6 +165,10 @@ class Patient:
         is_doomed: Whether it crashed in the same step each time: then it crashes in each replay, too.
         began: When the examination began.
         longest: Steps of the longest episode that its spec allows; 0: unknown.
+        is_busy: Other programs keep all cores busy: times say little.
+        steps: How many it has taken in all workers.
+        exact_steps: About how many steps of a worker a replay repeats exactly, though the env carries memory across
+            resets; 0: not known.
     """
 
     name: str
@@ -181,6 +190,9 @@ class Patient:
     is_doomed: bool = False
     began: float = field(default_factory=time.monotonic)
     longest: int = 0
+    is_busy: bool = False
+    steps: int = 0
+    exact_steps: int = 0
 
     @property
     def verdict(self) -> Verdict:
@@ -241,8 +253,9 @@ class Patient:
         """Return the name of the first reset or step of a walk that is not as in the first one."""
         return walk.differs_at(self.first, observations=not self.noticed.incomparable)
 
-    def worker(self, *, env_fn: EnvFn | None = None, **options: Any) -> SubprocessEnv:
-        """Return the env (or another one) in a worker of its own. By default a loss raises.
+    @contextlib.contextmanager
+    def worker(self, *, env_fn: EnvFn | None = None, **options: Any) -> Iterator[SubprocessEnv]:
+        """Start a worker with the env (or another one), and close it in the end. By default a loss raises.
 
         All workers begin with the same states of ``random`` and ``numpy.random``. If the env has hung, the recommended
         deadlines apply: otherwise each further hang would take 10 s.
@@ -253,7 +266,12 @@ class Patient:
             step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
         deadlines = Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
         build = seeded(env_fn or self.env_fn)
-        return SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, "hooks": [self.hear], **options})
+        known = {"restart": RAISE, "deadlines": deadlines, "hooks": [self.hear], **options}
+        with SubprocessEnv(build, **known) as env:
+            try:
+                yield env
+            finally:
+                self.steps += env.statistics().steps
 
 
 def examine(patient: Patient, report: Callable[[Row], object]) -> list[Row]:
@@ -611,7 +629,8 @@ def replays(patient: Patient) -> Row:
     elif struck.outcome == "strayed":
         advice = f'RestartPolicy(accept="exact") takes no replay from a reset. Or begin anew in reset(). {_OR_CHANCE}'
     elif patient.remembers:
-        means += f"; but later in a run a replay begins at a reset, and {_MEMORY}"
+        patient.exact_steps = int(float(f"{AFFORDABLE / patient.step_seconds:.1g}"))
+        means += f"; but from about step {patient.exact_steps:,} of a worker on it begins at a reset, and {_MEMORY}"
         advice = "See the line begins anew."
     elif _outgrows_replays(patient):
         verdict, most = "note", f"{RestartPolicy().replay_limit:.0f} s"
@@ -700,8 +719,25 @@ def _usage(env: SubprocessEnv) -> dict[str, int]:
         raise SpoiledError("the env ended its worker between two steps") from error
 
 
+def snapshots(patient: Patient) -> Row | None:
+    """Tell how often workers take a snapshot, if the env crashes or hangs by itself; measure what one costs."""
+    if not patient.own_losses or patient.ways.get("snapshot") != "exact":
+        return None
+    with patient.worker() as env:
+        env.reset(seed=SEED)
+        began = time.perf_counter()
+        for _ in range(_FORKS):
+            env.snapshot()
+        cost = (time.perf_counter() - began) / _FORKS
+    faults = patient.steps / len(patient.own_losses)
+    interval = interval_for(cost, faults * patient.step_seconds) / patient.step_seconds
+    means = f"each takes {duration(cost)}. A crash or hang comes about once in {faults:,.0f} steps: after the first "
+    return Row("ok", f"{means}one, workers take a snapshot every {max(1, interval):,.0f}, which is best")
+
+
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
     builds, steps, compares, spaces, repeats, begins_anew, draws, shares, renders, outside, forks, replays, leaks,
+    snapshots,
 )  # fmt: skip
 
 
@@ -794,7 +830,7 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
 
 def _outgrows_replays(patient: Patient) -> bool:
     """Tell whether an episode may take longer than a replay may, while only a replay recovers it."""
-    is_long = patient.episode_seconds > RestartPolicy().replay_limit
+    is_long = patient.episode_seconds > RestartPolicy().replay_limit and not patient.is_busy
     return is_long and patient.ways.get("snapshot") != "exact"
 
 
@@ -809,6 +845,8 @@ def options_for(patient: Patient) -> str:
     """Return the recommended options for this env, as Python."""
     slowest = patient.first.slowest_step
     deadlines = f"step={max(_LEAST_IF_CALM, math.ceil(_TIMES_IF_CALM * slowest)):.1f}"
+    if patient.is_busy:
+        deadlines = 'step="auto"'
     if patient.faults["hung"]:
         deadlines = f"step={_deadline(slowest):.1f}, reset={_deadline(patient.first.slowest_reset):.1f}"
     options = [f"deadlines=Deadlines({deadlines})"]

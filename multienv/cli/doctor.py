@@ -55,7 +55,7 @@ def doctor(
     """
     with at_work(f"examining {env} ...", as_json=as_json, verbose=verbose) as work:
         found = named(env, **arguments_of(env_kwargs))
-        patient = Patient(env, found.env_fn, step_deadline, reset_deadline)
+        patient = Patient(env, found.env_fn, step_deadline, reset_deadline, is_busy=work.is_busy)
         rows = examine(patient, lambda row: None if as_json else _show(work.console, row))
     is_broken = rows[-1].verdict == "broken"
     verdict: Conclusion = "broken" if is_broken else patient.conclusion
@@ -108,6 +108,10 @@ def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient
         console.print(conclusion, style="yellow" if provided else "green", soft_wrap=True)
     elif verdict == "unknown":
         console.print("Not known to be recoverable: expect that a lost worker ends its episode.", style="yellow")
+    elif patient.exact_steps and not patient.is_doomed:
+        conclusion = f"Truncates, but not early: the first {patient.exact_steps:,} steps or so of a worker are "
+        conclusion += "recovered exactly. Later, a lost worker may end its episode, with truncated=True and a reason."
+        console.print(conclusion, style="yellow", soft_wrap=True)
     else:
         console.print("Truncates: a lost worker ends its episode, with truncated=True and a reason.", style="yellow")
     for line in code.splitlines():

@@ -103,9 +103,14 @@ class Work:
         """Show what is being done now."""
         self._status.update(Text(doing))
 
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether other programs had kept all cores busy before the work began."""
+        return self._load > len(cores())
+
     def warn_if_busy(self) -> None:
-        """Say on stderr if other programs had kept all cores busy before the work began."""
-        if self._load > len(cores()):
+        """Say so on stderr if other programs had kept all cores busy."""
+        if self.is_busy:
             print(f"This machine is busy (load {self._load:.0f}): do not trust these figures.", file=sys.stderr)
 
     def finish(self) -> None:

@@ -121,6 +121,7 @@ class Doomed(Counted):
         first: The number of the first env with faults.
         times: How many faults there are.
         hangs: Hang instead of a crash.
+        fork_seconds: How long a fork takes longer, as that of a large process does.
         step_seconds: How long a step takes.
     """
 
@@ -130,10 +131,13 @@ class Doomed(Counted):
         first: int,
         times: int = 1000,
         hangs: bool = False,
+        fork_seconds: float = 0.0,
         step_seconds: float = 0.0,
         **counter: Any,
     ) -> None:
         super().__init__(directory, **counter)
+        if fork_seconds:
+            os.register_at_fork(before=functools.partial(time.sleep, fork_seconds))
         self.times, self.hangs, self.step_seconds = times, hangs, step_seconds
         self.faults = (self.directory / "faults").open("ab", buffering=0)  # opened in a step, it would forbid snapshots
         self.is_doomed = self.number >= first
