@@ -16,7 +16,7 @@ MOST_FILES = {
     "SubprocessVectorEnv.step": 8,
     "reset": 17,
     "a death": 30,
-    "load_state_dict": 23,
+    "load_state_dict": 22,
     "restore": 19,
     "recv(4)": 10,
     "MultiEnv.step with an autoreset": 14,
