@@ -329,7 +329,7 @@ def test_a_manager_preloads(slow: Slow, imports: Any) -> None:
     assert len(imports()) == 1
 
 
-@pytest.mark.parametrize(("preload", "shown"), [(["torch"], r"\('torch',\)"), ("auto", "'auto'")])
+@pytest.mark.parametrize(("preload", "shown"), [(["torch"], r"\['torch'\]"), ("auto", "'auto'")])
 def test_a_preload_where_workers_are_not_forked_is_refused(preload: Any, shown: str) -> None:
     with pytest.raises(UsageError, match=f"preload={shown} needs workers that are forked.*context='forkserver'"):
         SubprocessEnv(CounterEnv, preload=preload, context="spawn")
