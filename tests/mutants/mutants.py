@@ -299,7 +299,7 @@ MUTANTS = [
     Mutant(
         "A single env's observation is a view of shared memory, which later steps overwrite.",
         2,
-        "rows:verbatim_reader",
+        "codecs:Codec._reader",
         "leaf[0, ...].copy",
         "leaf[0, ...].view",
     ),
@@ -1975,7 +1975,7 @@ MUTANTS = [
     Mutant(
         "A busy machine is measured like another one.",
         9,
-        "cli.options:Work.warn_if_busy",
+        "cli.options:Work.is_busy",
         "self._load > len(cores())",
         "False",
         DOCTOR,

@@ -15,9 +15,9 @@ MOST_FILES = {
     "SubprocessEnv.step": 7,
     "SubprocessVectorEnv.step": 8,
     "reset": 16,
-    "a death": 29,
-    "load_state_dict": 22,
-    "restore": 18,
+    "a death": 28,
+    "load_state_dict": 20,
+    "restore": 17,
     "recv(4)": 10,
     "MultiEnv.step with an autoreset": 14,
 }

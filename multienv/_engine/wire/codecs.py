@@ -13,13 +13,23 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
 from multienv._engine.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
 from multienv._engine.wire.banks import LENGTH, PICKLED_AT, Bank, BankLayout
 from multienv._engine.wire.infos import Extras, numbers_in
 from multienv._engine.wire.messages import Description
-from multienv._engine.wire.rows import Array, has_rows, leaf_arrays, row_bytes, row_of, verbatim_reader
+from multienv._engine.wire.rows import (
+    Array,
+    has_rows,
+    integer_reader,
+    leaf_forms,
+    leaf_spaces,
+    nested,
+    row_bytes,
+    row_of,
+)
 from multienv._engine.wire.segment import REPLY_PAYLOAD, Segment
 
 # The reward of a single env keeps its type, by a tag in the head. A float64 holds integers exactly up to 2**53; what
@@ -110,9 +120,12 @@ class Codec:
         self.verbatim, self.slots = verbatim, len(description.spaces)
         first_observation_space, self.action_space = description.spaces[0]
         self.space = first_observation_space if space is None else space
-        self.has_rows = not verbatim and has_rows(self.space)
+        self._lies_in_rows = has_rows(self.space)
+        self.has_rows = not verbatim and self._lies_in_rows
         self.asked_space: Any = self.action_space if verbatim else batch_space(self.action_space, self.slots)
-        leaves = row_bytes(self.space, verbatim=verbatim) if has_rows(self.space) else ()
+        self._members = leaf_spaces(self.space) if self._lies_in_rows else []
+        self._forms = leaf_forms(self.space, verbatim=verbatim) if self._lies_in_rows else []
+        leaves = row_bytes(self.space, verbatim=verbatim) if self._lies_in_rows else ()
         has_finals = not verbatim and autoreset == "SAME_STEP"
         self.layout = BankLayout(self.slots, action_bytes(self.asked_space), leaves, has_finals)
         self.elements = 0 if verbatim else number_of(self.asked_space)
@@ -161,7 +174,17 @@ class Codec:
         return [self._reader(bank) for bank in segment.banks]
 
     def _reader(self, bank: Bank) -> Callable[[], Any]:
-        return verbatim_reader(self.space, bank) if has_rows(self.space) else lambda: None
+        """Return the function that returns a copy of the observation in the only row; ``None`` if it lies in none."""
+        members = [
+            integer_reader(leaf) if type(one) is spaces.Discrete else leaf[0, ...].copy
+            for one, leaf in zip(self._members, self._leaves(bank), strict=True)
+        ]
+        if self._members == [self.space]:
+            return members[0]
+        return lambda: nested(self.space, [read() for read in members]) if self._lies_in_rows else None
+
+    def _leaves(self, bank: Bank) -> list[Array]:
+        return [bank.leaf(index, *form) for index, form in enumerate(self._forms)]
 
     def observation(self, segment: Segment, number: int, pickled_row: bytes | None = None) -> Any:
         """Return the observation of a single env in the reply to ``number``.
@@ -190,9 +213,8 @@ class Codec:
     def rows(self, segment: Segment, number: int) -> RowsReply:
         """Return the arrays of the bank that holds the reply to ``number``."""
         bank = segment.banks[number & 1]
-        leaves = leaf_arrays(self.space, bank) if self.has_rows else []
-        return RowsReply(leaves, bank.rewards, bank.terminated, bank.truncated)
+        return RowsReply(self._leaves(bank), bank.rewards, bank.terminated, bank.truncated)
 
     def row(self, segment: Segment, number: int, slot: int) -> Any:
         """Return a copy of one slot's observation in the reply to ``number``."""
-        return row_of(self.space, leaf_arrays(self.space, segment.banks[number & 1]), slot)
+        return row_of(self.space, self._leaves(segment.banks[number & 1]), slot)

@@ -56,7 +56,7 @@ def leaf_spaces(space: Any) -> list[Any]:
     return [space]
 
 
-def _forms(space: Any, *, verbatim: bool) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+def leaf_forms(space: Any, *, verbatim: bool) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
     """Return shape and dtype of each leaf; verbatim, an integer has the tag of its type beside it."""
     return [
         ((2,), _TAGGED) if verbatim and type(leaf) is spaces.Discrete else (leaf.shape, leaf.dtype)
@@ -66,12 +66,12 @@ def _forms(space: Any, *, verbatim: bool) -> list[tuple[tuple[int, ...], np.dtyp
 
 def row_bytes(space: Any, *, verbatim: bool = False) -> tuple[int, ...]:
     """Return for each leaf the bytes of one row."""
-    return tuple(math.prod(shape) * dtype.itemsize for shape, dtype in _forms(space, verbatim=verbatim))
+    return tuple(math.prod(shape) * dtype.itemsize for shape, dtype in leaf_forms(space, verbatim=verbatim))
 
 
 def leaf_arrays(space: Any, bank: Bank, *, verbatim: bool = False) -> list[Array]:
     """Return for each leaf its array in a bank."""
-    return [bank.leaf(index, *form) for index, form in enumerate(_forms(space, verbatim=verbatim))]
+    return [bank.leaf(index, *form) for index, form in enumerate(leaf_forms(space, verbatim=verbatim))]
 
 
 def nested(space: Any, leaves: Iterable[Any]) -> Any:
@@ -260,15 +260,6 @@ def verbatim_writer(space: Any, leaves: Sequence[Array]) -> Callable[[Any], bool
     return write if type(space) in (spaces.Dict, spaces.Tuple) else members[0]
 
 
-def verbatim_reader(space: Any, bank: Bank) -> Callable[[], Any]:
-    """Return the function that returns a copy of the observation in the only row."""
-    leaves = zip(leaf_spaces(space), leaf_arrays(space, bank, verbatim=True), strict=True)
-    members = [_integer_reader(leaf) if type(one) is spaces.Discrete else leaf[0, ...].copy for one, leaf in leaves]
-    if type(space) not in (spaces.Dict, spaces.Tuple):
-        return members[0]
-    return lambda: nested(space, [read() for read in members])
-
-
 def _leaves_of(space: Any, value: Any) -> list[Any]:
     """Return what a nested value holds, in the order of the space's leaves; TypeError: it is built another way."""
     if type(space) is spaces.Dict:
@@ -307,7 +298,8 @@ def _integer_writer(leaf: Array) -> Callable[[Any], bool]:
     return write
 
 
-def _integer_reader(leaf: Array) -> Callable[[], Any]:
+def integer_reader(leaf: Array) -> Callable[[], Any]:
+    """Return the function that returns the integer in the only row, in the type that the env gave it."""
     row = leaf[0].data
 
     def read() -> Any:
