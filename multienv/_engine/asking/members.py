@@ -422,6 +422,10 @@ class Members:
         del current.tasks[member]
         if error is not None and supervised and not is_of_env:
             sometimes("a thread cannot recover the envs now")
+            # Others that have met the system's limits are tried again, too: else each later call would raise theirs.
+            for other, left in list(current.tasks.items()):
+                if left.wait(0) and isinstance(left.error, SystemLimitError):
+                    del current.tasks[other]
             raise error
 
     def _fail(self, current: Round, member: int, error: BaseException) -> None:
