@@ -35,8 +35,8 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return one more than there are cores, because many tests wait; at most 8, because they launch processes, too."""
-    return min(8, 1 + len(os.sched_getaffinity(0)))
+    """Return two more than there are cores, because many tests wait; at most 8, because they launch processes, too."""
+    return min(8, 2 + len(os.sched_getaffinity(0)))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

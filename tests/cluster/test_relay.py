@@ -356,7 +356,7 @@ def test_launch_that_comes_after_the_hosts_were_told_to_end_makes_none(
 def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
     """While a host is made, it is not yet known to those that would end it."""
     fired = 0
-    for interruption in every_place(stride=61):
+    for interruption in every_place(stride=131):
         _cluster, options = clusters.make()
         with interruption:
             env = RayEnv(CounterEnv, ray=options)

@@ -71,7 +71,7 @@ def test_interruption_where_rows_of_some_envs_are_laid_over_is_a_loss() -> None:
     """Of the places of the test above those that change what is recorded."""
     ops = (("reset", 7), *((("some", "pace")[number % 2], number) for number in range(5)))
     last = Fault(0, "request", Run(Case("NEXT_STEP", "journal", ops)).play().events[0, "request"], "executed")
-    place, stride = 0, 23
+    place, stride = 0, 47
     while True:
         run = Run(Case("NEXT_STEP", "journal", ops, (last,), interrupted=place))
         run.interruption = Interruption(place, skips=is_not_in_answers)
@@ -79,7 +79,7 @@ def test_interruption_where_rows_of_some_envs_are_laid_over_is_a_loss() -> None:
         if not run.interruption.fired:
             break
         place += stride
-    assert place > 100, "nothing was interrupted"
+    assert place > 200, "nothing was interrupted"
 
 
 def is_not_in_answers() -> bool:

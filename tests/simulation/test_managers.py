@@ -26,7 +26,7 @@ def test_single_fault_leaves_what_a_manager_hands_out_whole(base: ManagerCase, s
         assert set(ManagerRun(case).play().struck) == set(case.faults), case
 
 
-@pytest.mark.parametrize("stride", [5003, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [9973, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("manager", MANAGERS)
 def test_interrupted_call_of_a_manager_loses_and_doubles_nothing(manager: str, stride: int) -> None:
     """Ctrl-C at places of the trainer's own code, one after the other."""
