@@ -685,7 +685,7 @@ MUTANTS = [
         "After a replay has led elsewhere an env of a batch is still replayed from resets before that.",
         3,
         "recoverer:Revived.note_in",
-        "journal.lose(self.mismatches)",
+        "journal.forget_past(self.mismatches)",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
     ),
@@ -1554,7 +1554,7 @@ MUTANTS = [
     Mutant(
         "The error of a loss does not tell the seed.",
         9,
-        "reporter:Reporter.loss",
+        "reporter:Reporter.note_loss",
         "seed=self.seed_of(slot, command)",
         "seed=None",
     ),

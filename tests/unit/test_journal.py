@@ -142,7 +142,7 @@ class Model(RuleBasedStateMachine):
     @rule(slots=SOME_SLOTS, cuts=CUTS)
     def lose(self, slots: set[int], cuts: Any) -> None:
         """Go on with envs of which some are others."""
-        self.repeat(lambda: self.journal.lose(sorted(slots)), cuts)
+        self.repeat(lambda: self.journal.forget_past(sorted(slots)), cuts)
         for slot in slots:
             self.starts[slot], self.whole[slot] = [], False
 

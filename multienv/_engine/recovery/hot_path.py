@@ -30,7 +30,7 @@ from multienv._engine.wire.infos import NO_COLUMNS, Extras, NumberInfos, describ
 from multienv._engine.wire.segment import REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS
 from multienv.errors import MultienvError
 
-# After one step in so many the limits are applied: see Supervisor.apply_limits.
+# A mask of request numbers: after every 64th the limits are applied. See Supervisor.apply_limits.
 SAMPLE = 63
 # Seconds that take() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
 _PATIENCE = 0.01

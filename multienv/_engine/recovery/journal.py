@@ -307,7 +307,7 @@ class Journal:
         for slot in slots:
             self.histories[slot].ended = number
 
-    def lose(self, slots: Iterable[int]) -> None:
+    def forget_past(self, slots: Iterable[int]) -> None:
         """Forget the starts of these slots: their envs are others than the recorded ones."""
         for slot in slots:
             self.histories[slot] = History(ended=self.histories[slot].ended, is_whole=False)

@@ -113,7 +113,7 @@ class LossRecovery:
         least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
         self.long_past = long_past and state.losses >= least
         entry = partial(pending.entry, lost.segment, number, state.request)
-        self.loss = reporter.loss(gone, state.command, slot, pending.limit, entry)
+        self.loss = reporter.note_loss(gone, state.command, slot, pending.limit, entry)
         self._lost, self._snapshot, self._reporter = lost, useful_snapshot(gone, lost, number - 1), reporter
         self.progress, self.processes, self._memory = progress, 0, memory
         is_past = self.long_past and gone.cause == "died"
@@ -149,10 +149,10 @@ class LossRecovery:
 
     def tell(self, outcome: Outcome, reason: str = "") -> None:
         """Report the outcome, with the reason for it."""
-        self._reporter.recovery(self.loss, outcome, reason, self.progress)
+        self._reporter.note_outcome(self.loss, outcome, reason, self.progress)
 
     def tell_dropped(self, instruction: Instruction, state: State, begun: Sequence[int]) -> None:
-        """Report that the policy has no recovery; see :meth:`outcome` for ``begun``."""
+        """Report that the policy has no recovery. ``begun``: slots of which the request was to begin an episode."""
         if instruction is Instruction.RAISE_LOST:
             self.tell("raised")
             return

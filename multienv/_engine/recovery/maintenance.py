@@ -236,7 +236,7 @@ class Replacement:
         self._maintenance.put_off(is_built=is_built)
         self._recoverer.code.builds_alone |= not is_built
         advice = "" if self._maintenance.takes_new_envs else _ADVICE
-        self._reporter.recycling(self._why, "put off", f"{reason}{advice}", self.progress)
+        self._reporter.note_recycling(self._why, "put off", f"{reason}{advice}", self.progress)
         if not self.ends_first:
             return ""
         return f"it was ended to be replaced {self._why}, and no new process could be had: {reason}"
@@ -246,8 +246,8 @@ class Replacement:
         reporter, memory, progress = self._reporter, self._position.journal.memory, self.progress
         sometimes("a process is replaced by plan")
         if isinstance(source, NewEnvs):
-            reporter.recycling(self._why, "reset", memory.note_loss(reporter.name, self._why), progress)
+            reporter.note_recycling(self._why, "reset", memory.note_loss(reporter.name, self._why), progress)
         elif progress.is_exact:
-            reporter.recycling(self._why, "exact", "", progress)
+            reporter.note_recycling(self._why, "exact", "", progress)
         else:
-            reporter.recycling(self._why, "replayed", progress.changed or memory.reservation, progress)
+            reporter.note_recycling(self._why, "replayed", progress.changed or memory.reservation, progress)

@@ -178,7 +178,7 @@ class Revived:
             journal.begin(number, self.source.calls)
         elif isinstance(self.source, Replayed):
             journal.go_on_from(self.source.plan)
-            journal.lose(self.mismatches)
+            journal.forget_past(self.mismatches)
 
 
 class BatchCode:
@@ -602,7 +602,7 @@ class Recoverer:
             return channel, CameBack(self._repeat(channel, source, progress, until))
         except Gone as gone:
             late = until is not None and time.monotonic() >= until
-            outside = gone.fate.code in (None, -9) and gone.cause != "hung"
+            outside = gone.is_from_outside
             copy = self.copy_of(channel, gone.fate.snapshot) if isinstance(source, NewestSnapshot) else None
             if isinstance(source, NewEnvs) and not outside:
                 self._say(progress, "what was called and set is left out: repeating it has ended a process")

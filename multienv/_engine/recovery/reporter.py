@@ -217,7 +217,7 @@ class Reporter:
             path=tuple(state_machine.line_of(event, after) for event, after in tuple(self.path)),
         )
 
-    def loss(
+    def note_loss(
         self, gone: Gone, command: str, slot: int, limit: float | None, entry: Callable[[BankLayout], bytes]
     ) -> Loss:
         """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`recovery`.
@@ -254,14 +254,14 @@ class Reporter:
         self.events += self._for_hooks(loss)
         return loss
 
-    def recovering(self, doing: str, progress: RecoveryProgress) -> None:
+    def log_progress(self, doing: str, progress: RecoveryProgress) -> None:
         """Log what a recovery or a replacement by plan is doing if it takes long."""
         what = "being moved to a new process" if progress.planned else "being recovered"
         seconds = time.monotonic() - progress.began
         verb = "are" if len(self.envs) > 1 else "is"
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
-    def recovery(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> None:
+    def note_outcome(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> None:
         """Count the outcome of a loss; when the call is done, a warning describes both, or counts it with its kind."""
         recovery = Recovery(
             loss,
@@ -320,7 +320,7 @@ class Reporter:
         self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
         self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
 
-    def recycling(
+    def note_recycling(
         self,
         why: str,
         outcome: Literal["exact", "replayed", "reset", "put off"],

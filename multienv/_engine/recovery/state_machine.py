@@ -30,6 +30,10 @@ class RecoveryDue(Exception):  # noqa: N818 - internal
     """A process must be recovered or built first: call ``collect()`` of the supervisor in a thread, or wait there."""
 
 
+# So many processes may end with the same request, or while they build their envs, if nothing says that it was chance.
+POISON_AFTER = 2
+
+
 class Process(Enum):
     """Names the states of the worker's process."""
 
@@ -119,7 +123,7 @@ class State(NamedTuple):
     killed: tuple[tuple[int, int], ...] = ()
     past_blamed: bool = False
     losses: int = 0
-    tries: int = 2
+    tries: int = POISON_AFTER
     what: str = ""
 
     @property
@@ -225,7 +229,7 @@ class Lost:
     outside: bool = False
     what: str = ""
     long_past: bool = False
-    tries: int = 2
+    tries: int = POISON_AFTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +312,6 @@ class Instruction(Enum):
 # processes may be killed from outside while they build their envs, or in one request of a replay: such a death says
 # nothing about the request.
 LOSSES = 6
-# So many processes may end with the same request, or while they build their envs, if nothing says that it was chance.
-POISON_AFTER = 2
 
 # (process, event) → the process states that it may lead to. All other pairs cannot happen: decide() raises.
 TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {

@@ -200,7 +200,9 @@ class Supervisor:
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
-        self.recoverer = Recoverer(launcher, policy, deadlines, journal, self.reporter.recovering, self.reporter.env_in)
+        self.recoverer = Recoverer(
+            launcher, policy, deadlines, journal, self.reporter.log_progress, self.reporter.env_in
+        )
         self.closing = Closing(self.recoverer.ask_to_close, deadlines.close)
         self.channel: Channel | None = None
         self.loss_recovery: LossRecovery | None = None
@@ -293,8 +295,8 @@ class Supervisor:
     def is_answered(self, number: int, until: float | None) -> bool:
         """Wait for the reply to a step or a plain reset; tell whether it is there.
 
-        Nothing is done here about a process that has ended: :meth:`collect` finds it again, and notes the loss. With
-        ``until`` nothing is done about the deadline of the request, either.
+        The hot path calls this. False also means that the process has ended: :meth:`collect` waits once more, finds
+        that again, and notes the loss. With ``until`` nothing is done about the deadline of the request, either.
         """
         if until is not None and time.monotonic() >= until:
             return False
@@ -773,7 +775,7 @@ class Supervisor:
         assert channel is not None
         has_asked = bool(channel.segment.words[ASKED])
         if plan.ends_first:
-            self.mark_lost()
+            self.count_as_lost_meanwhile()
             self.closing.end(channel, *self.closing.time(), keep_memory=True)
         try:
             revived = plan.bring_back(generators, has_asked=has_asked)
@@ -784,7 +786,7 @@ class Supervisor:
             self._why_lost = plan.put_off(reason)
             return
         self._refuse_if_unusable("step")
-        self.mark_lost()
+        self.count_as_lost_meanwhile()
         self.take_over(revived)
         self.state = before
         plan.tell(revived.source)
@@ -870,7 +872,7 @@ class Supervisor:
             before, channel = self.state, self.channel
             assert channel is not None
             self.pending.begin(message, b"", ASIDE)
-            self.mark_lost()
+            self.count_as_lost_meanwhile()
             try:
                 answer = self.recoverer.ask(channel, message, self.pending.until)
             except Gone as gone:
@@ -890,7 +892,7 @@ class Supervisor:
                     self.loss_recovery = None
                 self._happen(Interrupted(keeps_request))
 
-    def mark_lost(self) -> None:
+    def count_as_lost_meanwhile(self) -> None:
         """Commit, for a while, the state of a worker whose envs are recovered next: an exception leaves it so."""
         self.loss_recovery = None
         self.state = decide(self.state, Interrupted(), self.rules)[0]
