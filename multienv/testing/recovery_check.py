@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from multienv import create_subprocess_envs
+from multienv import MultiEnv, create_subprocess_envs
 from multienv._engine.building.building import EnvFn
 from multienv.events import Event, Loss
 from multienv.testing.killer import Killer, KillManner, worker_pids
@@ -147,7 +147,8 @@ def check_env_recovers(
         struck: Sequence[Any] = [make_env(env_fn) for _ in fns] if make_env else create_subprocess_envs(fns, **options)
         calm = create_subprocess_envs(fns, **undisturbed)
         events.clear()
-        with SideBySide(struck, calm, attempt) as pair:
+        with MultiEnv([*calm, *struck]) as both:
+            pair = SideBySide(both, attempt)
             killer = Killer(
                 lambda envs=struck: [pid for env in envs for pid in worker_pids(env)],
                 manners=manners,
@@ -179,8 +180,9 @@ def check_env_recovers(
         )
         if pair.mismatch:
             where = f"after {check.steps} steps (seed {attempt})"
-            twins = create_subprocess_envs(fns, **undisturbed), create_subprocess_envs(fns, **undisturbed)
-            with SideBySide(*twins, attempt) as again:
+            twins = [env for _ in range(2) for env in create_subprocess_envs(fns, **undisturbed)]
+            with MultiEnv(twins) as both:
+                again = SideBySide(both, attempt)
                 for _ in range(began, step + 1):
                     again.step()
             if again.mismatch:

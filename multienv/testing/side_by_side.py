@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,14 +31,13 @@ UNDISTURBED: dict[str, Any] = {
 
 
 class SideBySide:
-    """Steps two batches until they part: one that is struck, and an undisturbed one.
+    """Steps envs in pairs until they part: one of each pair is struck, the other one undisturbed.
 
     Both get the same seed at the first reset, none later, and the same random actions. The undisturbed envs have
     processes of their own, too: an env that crashes by itself does not take this one with it.
 
     Args:
-        struck: The envs that are struck; closed with the context.
-        calm: As many of the same envs, undisturbed; closed, too.
+        envs: The undisturbed envs, and after them as many of the same envs that are struck.
         seed: Decides seeds and actions.
 
     Attributes:
@@ -48,61 +46,45 @@ class SideBySide:
         reasons: Why episodes were ended, or errors raised, because of a loss; also a loss of an undisturbed env.
     """
 
-    def __init__(self, struck: Sequence[Any], calm: Sequence[Any], seed: int) -> None:
+    def __init__(self, envs: MultiEnv, seed: int) -> None:
         self.mismatch = ""
         self.reasons: list[str] = []
         self.ended = 0
-        with contextlib.ExitStack() as stack:
-            self._calm: MultiEnv = stack.enter_context(MultiEnv(calm))
-            self._struck: MultiEnv = stack.enter_context(MultiEnv(struck))
-            self._actions = copy.deepcopy(self._calm.action_space)
-            self._actions.seed(seed)
-            self._compare("reset", self._struck.reset(seed=seed)[0], self._calm.reset(seed=seed)[0])
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> SideBySide:  # noqa: PYI034 - Self needs Python 3.11
-        """Do nothing: the envs are built."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close both batches."""
-        self._stack.close()
+        self._envs, self._pairs = envs, len(envs) // 2
+        self._actions = copy.deepcopy(envs.action_space)
+        self._actions.seed(seed)
+        self._compare("reset", envs.reset(seed=[*range(seed, seed + self._pairs)] * 2)[0])
 
     @property
     def agree(self) -> bool:
-        """Tell whether the two batches have not parted."""
+        """Tell whether no pair has parted."""
         return not self.mismatch and not self.reasons
 
     def step(self) -> None:
-        """Step both batches, if they have not parted."""
+        """Step all envs, if no pair has parted."""
         if not self.agree:
             return
-        actions = [self._actions.sample() for _ in self._calm.envs]
+        actions = [self._actions.sample() for _ in range(self._pairs)]
         try:
-            seen = self._struck.step(copy.deepcopy(actions))
-            expected = self._calm.step(actions)
-            self.reasons = _reasons((*seen[4], *expected[4]))
-            if self.reasons:
-                return
-            self.ended += sum(bool(over or cut) for over, cut in zip(expected[2], expected[3], strict=True))
+            *returned, infos = self._envs.step([*actions, *copy.deepcopy(actions)])
         except EnvsFailedError as failed:
             lost = [error for error in failed.failures.values() if isinstance(error, WorkerLostError)]
             if len(lost) < len(failed.failures):
                 raise
             self.reasons = [first_line(error) for error in lost]
             return
-        names = ("observations", "rewards", "terminated", "truncated")
-        for name, one, other in zip(names, seen, expected, strict=False):
-            self._compare(name, one, other)
+        told = [info["multienv"] for info in infos if info and "multienv" in info]
+        self.reasons = [one["reason"] for one in told if "reason" in one]
+        if self.reasons:
+            return
+        for name, values in zip(("observations", "rewards", "terminated", "truncated"), returned, strict=True):
+            self._compare(name, values)
+        ends = [bool(over or cut) for over, cut in zip(returned[2], returned[3], strict=True)]
+        self.ended += sum(ends[: self._pairs])
 
-    def _compare(self, name: str, seen: Any, expected: Any) -> None:
+    def _compare(self, name: str, values: list[Any]) -> None:
+        expected, seen = values[: self._pairs], values[self._pairs :]
         self.mismatch = self.mismatch or difference(seen, expected, name) or ""
-
-
-def _reasons(infos: Any) -> list[str]:
-    """Return why episodes were truncated by a loss, from the infos of a step."""
-    told = [info.get("multienv", {}) for info in infos if info]
-    return [one["reason"] for one in told if "reason" in one]
 
 
 def difference(seen: Any, expected: Any, name: str) -> str | None:
