@@ -1999,7 +1999,7 @@ MUTANTS = [
     Mutant(
         "All requests of a replay have one deadline together.",
         5,
-        "replaying:Rerun._begin_request",
+        "cli.replay:Rerun._begin_request",
         "faulthandler.dump_traceback_later(self.seconds, file=self._stacks, exit=True)",
         "",
         ("tests/cli/test_replay.py",),
@@ -2007,7 +2007,7 @@ MUTANTS = [
     Mutant(
         "A request that hangs on the way of a replay is waited for without end.",
         5,
-        "replaying:_ended_after",
+        "cli.replay:_ended_after",
         "faulthandler.dump_traceback_later(seconds, file=file, exit=True)",
         "",
         ("tests/cli/test_replay.py",),
