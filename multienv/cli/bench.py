@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from multienv._engine.cores import cores
-from multienv.cli.measuring import WORTH_IT, Bench, measure
+from multienv.cli.checks import working_env
+from multienv.cli.measuring import WORTH_IT, Contender, measure, recommended
 from multienv.cli.options import (
     EnvArgument,
     JsonOption,
@@ -20,7 +21,6 @@ from multienv.cli.options import (
     at_work,
     plain_console,
     vector_env_code,
-    working_env,
 )
 from multienv.errors import UsageError
 
@@ -55,15 +55,15 @@ def bench(
         found, walk = working_env(env, env_kwargs, step_deadline or 10.0)
         options: Any = {"step_deadline": step_deadline, "seconds": seconds, "repeats": repeats, "say": work.update}
         try:
-            result = measure(found.env_fn, num_envs, walk, **options)
+            limit, contenders = measure(found.env_fn, num_envs, walk, **options)
         except UsageError as error:
             raise UsageError(f"{env} cannot be measured: {error}. For details, run `multienv doctor {env}`.") from error
-    best = result.recommended
+    best = recommended(contenders)
     document = {
         "env": env,
         "num_envs": num_envs,
         "cores": len(cores()),
-        "contenders": _rows(result),
+        "contenders": _rows(limit, contenders, best),
         "recommended": best.name,
         "code": vector_env_code(found, num_envs, best.options or ""),
         "printed": work.printed,
@@ -75,12 +75,12 @@ def bench(
     console = plain_console()
     work.show_printed(console)
     _show(console, document)
-    if any(one.is_local and (one.ratio(best) or 0.0) > WORTH_IT for one in result.contenders):
+    if any(one.is_local and (one.ratio(best) or 0.0) > WORTH_IT for one in contenders):
         console.print("This env is faster without processes. Use them only if it must survive crashes.")
     console.print(f"Recommended:\n{document['code']}", soft_wrap=True)
 
 
-def _rows(result: Bench) -> list[dict[str, Any]]:
+def _rows(limit: Contender, contenders: list[Contender], best: Contender) -> list[dict[str, Any]]:
     """Return the measurements as JSON values: the fastest first, then those that died, and the limit last."""
     return [
         {
@@ -88,11 +88,11 @@ def _rows(result: Bench) -> list[dict[str, Any]]:
             "name": one.name,
             "died": one.died,
             "steps_per_second": one.rate,
-            "share_of_limit": one.ratio(result.limit),
-            "recommended_is_faster_by": result.recommended.ratio(one),
+            "share_of_limit": one.ratio(limit),
+            "recommended_is_faster_by": best.ratio(one),
             "rates": one.rates,
         }
-        for one in (*sorted(result.contenders, key=lambda one: -one.rate), result.limit)
+        for one in (*sorted(contenders, key=lambda one: -one.rate), limit)
     ]
 
 

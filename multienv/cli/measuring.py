@@ -22,14 +22,14 @@ import gymnasium
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.wrappers import Autoreset
 
-from multienv import SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv._engine.building.building import EnvFn
 from multienv._engine.cores import busy_cores, cores
 from multienv._engine.reports.texts import exit_text
 from multienv._engine.threads import close_at_once
 from multienv.cli.walking import RAISE, Walk
 from multienv.config import Deadlines
-from multienv.errors import UsageError, WorkerHungError, WorkerLostError, first_line
+from multienv.errors import EnvsFailedError, UsageError, WorkerHungError, WorkerLostError, first_line
 from multienv.vector.batching import deal
 
 # Seconds that each contender steps before the first turn.
@@ -87,24 +87,11 @@ class Contender:
                 self.died = _cause(error)
 
 
-@dataclass
-class Bench:
-    """Holds the measurements.
-
-    Attributes:
-        limit: All cores together; each steps one env all the time.
-        contenders: All others.
-    """
-
-    limit: Contender
-    contenders: list[Contender]
-
-    @property
-    def recommended(self) -> Contender:
-        """Return the fastest layout of SubprocessVectorEnv, or ``"auto"`` if that is about as fast."""
-        layouts = [one for one in self.contenders if one.options is not None and not one.died]
-        best, first = max(layouts, key=lambda one: one.rate), layouts[0]
-        return best if (best.ratio(first) or 0.0) > WORTH_IT else first
+def recommended(contenders: list[Contender]) -> Contender:
+    """Return the fastest layout of SubprocessVectorEnv, or ``"auto"`` if that is about as fast."""
+    layouts = [one for one in contenders if one.options is not None and not one.died]
+    best, first = max(layouts, key=lambda one: one.rate), layouts[0]
+    return best if (best.ratio(first) or 0.0) > WORTH_IT else first
 
 
 def measure(
@@ -116,8 +103,11 @@ def measure(
     seconds: float,
     repeats: int,
     say: Callable[[str], object] = lambda text: None,
-) -> Bench:
+) -> tuple[Contender, list[Contender]]:
     """Build all contenders, and let them step in turn, in another order each time.
+
+    Returns:
+        The limit, which is all cores together, each of which steps one env all the time; and all others.
 
     Args:
         env_fn: Builds the env.
@@ -139,12 +129,13 @@ def measure(
         # A call takes the time of a turn, and may reset and step all envs before and after that.
         call = max(_WARM_UP, seconds) + reset * max(1.0, num_envs / _TIMES_THE_SLOWEST)
         worker = {"restart": RAISE, "deadlines": Deadlines(call=call), "reports": ""}
-        build_limit = partial(_build_limit, env_fn, stack, worker)
-        limit = Contender("limit", "each core steps an env and nothing else", build_limit)
+        single = partial(BatchInWorker, lambda: Autoreset(env_fn()), 1)
+        build = partial(_build_in_workers, [partial(single, core) for core in cores()], stack, worker, tries=_TRIES)
+        limit = Contender("limit", "each core steps an env and nothing else", build)
         deadlines = Deadlines(step=step, reset=reset, recovery=2 * reset)
         layout = partial(SubprocessVectorEnv, deadlines=deadlines, reports="")
-        bench = Bench(limit, list(_contenders([env_fn] * num_envs, stack, layout, worker)))
-        turns = [bench.limit, *bench.contenders]
+        contenders = list(_contenders([env_fn] * num_envs, stack, layout, worker))
+        turns = [limit, *contenders]
         for one in turns:
             say(f"building {one.name} ...")
             one.take_turn(_WARM_UP)
@@ -154,9 +145,9 @@ def measure(
             dice.shuffle(turns)
             for one in turns:
                 one.take_turn(seconds)
-    if all(one.died for one in bench.contenders if one.options is not None):
-        raise UsageError("; ".join(f"{one.name}: {one.died}" for one in bench.contenders))
-    return bench
+    if all(one.died for one in contenders if one.options is not None):
+        raise UsageError("; ".join(f"{one.name}: {one.died}" for one in contenders))
+    return limit, contenders
 
 
 def _contenders(
@@ -178,22 +169,15 @@ def _contenders(
     for kind in kinds:
         batch = partial(BatchInWorker, partial(kind, env_fns), num_envs)
         # The libraries of the env have as many threads as they would have in a program of the user.
-        make = partial(SubprocessEnv, batch, native_threads=None, **worker)
+        build = partial(_build_in_workers, [batch], stack, {**worker, "native_threads": None})
         package = "multienv" if kind is SerialVectorEnv else "gymnasium"
-        build, is_local = partial(_build_in_worker, make, stack), kind is not AsyncVectorEnv
-        yield Contender(package, f"{kind.__name__}(env_fns)", build, is_local=is_local)
+        yield Contender(package, f"{kind.__name__}(env_fns)", build, is_local=kind is not AsyncVectorEnv)
 
 
 def _build(make: Callable[[], Any], num_envs: int, stack: contextlib.ExitStack) -> Callable[[float], float]:
     batch = make()
     stack.callback(batch.close)
     return _stepper(batch, num_envs)
-
-
-def _build_in_worker(make: Callable[[], SubprocessEnv], stack: contextlib.ExitStack) -> Callable[[float], float]:
-    worker = make()
-    stack.callback(worker.close)
-    return partial(worker.initialize().call, "step_for")
 
 
 def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
@@ -241,21 +225,20 @@ class BatchInWorker(gymnasium.Env[Any, Any]):
         self._batch.close()
 
 
-def _build_env(env_fn: EnvFn) -> gymnasium.Env[Any, Any]:
-    """Build an env that begins a new episode when one has ended, as all batches do."""
-    return Autoreset(env_fn())
+def _build_in_workers(
+    batches: list[EnvFn], stack: contextlib.ExitStack, options: dict[str, Any], tries: int = 1
+) -> Callable[[float], float]:
+    """Build each batch in a worker. Return a function that steps all of them at the same time.
 
-
-def _build_limit(env_fn: EnvFn, stack: contextlib.ExitStack, options: dict[str, Any]) -> Callable[[float], float]:
-    """Build an env for each core. Return a function that steps all of them at the same time."""
-    make = partial(_build_env, env_fn)
-    workers = create_subprocess_envs([partial(BatchInWorker, make, 1, core) for core in cores()], **options)
+    If a worker is lost, it tries again, so often and each time for a quarter of the time.
+    """
+    workers = create_subprocess_envs(batches, **options)
     stack.callback(close_at_once, [worker.close for worker in workers])
     part = 1.0  # of the time of a turn; kept for the next one, because a hang takes long
 
     def step_for(seconds: float) -> float:
         nonlocal part
-        for _ in range(_TRIES):
+        for _ in range(tries):
             for worker in workers:
                 worker.call_async("step_for", part * seconds)
             rates: list[float] = []
@@ -272,10 +255,12 @@ def _build_limit(env_fn: EnvFn, stack: contextlib.ExitStack, options: dict[str, 
     return step_for
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
     """Return what has ended a batch, in one line."""
+    if isinstance(error, EnvsFailedError):
+        error = next(iter(error.failures.values()))
     if isinstance(error, WorkerHungError):
         return "hung"
     if isinstance(error, WorkerLostError):
         return exit_text(error.exit_code)
-    return first_line(error).removeprefix("The env raised ").removeprefix("builtins.").rstrip(": ")
+    return first_line(error).rpartition(" raised ")[2].removeprefix("builtins.").rstrip(": ")

@@ -101,14 +101,14 @@ def replay(
         _list(plain_console(soft_wrap=True), directory, last, as_json=as_json)
         return
     path = _path(report, directory)
-    arguments = arguments_of(env_kwargs)
+    arguments, say = arguments_of(env_kwargs), partial(_say, as_json)
     if debug or here:
         try:
-            code = _run(as_json, path, env, arguments, step_deadline, debug=debug)
+            code = _run(say, path, env, arguments, step_deadline, debug=debug)
         except BdbQuit:
             raise typer.Abort from None
     else:
-        code = _run_elsewhere(as_json, path, env, arguments, step_deadline)
+        code = _run_elsewhere(say, path, env, arguments, step_deadline)
     raise typer.Exit(code)
 
 
@@ -118,14 +118,14 @@ def _say(as_json: bool, text: str, **facts: Any) -> None:
     sys.stdout.flush()
 
 
-def _run(as_json: bool, path: Path, *arguments: Any, **options: Any) -> int:
+def _run(say: Callable[..., None], path: Path, *arguments: Any, **options: Any) -> int:
     """Run the report again in this process. Return the exit code. See :func:`_replay`."""
-    say = partial(_say, as_json)
     try:
         _replay(say, load(path), *arguments, **options)
     except EnvRaised as raised:
-        text = f"{raised.failure.traceback.rstrip()}\nThe env raised: {str(raised).rstrip('.')}."
-        say(text, raised=str(raised), traceback=raised.failure.traceback)
+        what, failure = raised.args
+        text = f"{failure.traceback.rstrip()}\nThe env raised: {what.rstrip('.')}."
+        say(text, raised=what, traceback=failure.traceback)
         return 1
     return 0
 
@@ -141,16 +141,16 @@ def _run_and_tell(told: Connection, is_first: bool, *arguments: Any) -> None:
         pass  # the command says that it was interrupted
 
 
-def _run_elsewhere(as_json: bool, *arguments: Any) -> int:
+def _run_elsewhere(say: Callable[..., None], *arguments: Any) -> int:
     """Run the report again in a process of its own, more than once if a fault strikes by chance on the way.
 
     Returns:
         The exit code of the command.
     """
-    say, spawning = partial(_say, as_json), multiprocessing.get_context("spawn")
+    spawning = multiprocessing.get_context("spawn")
     for number in range(1, _TRIES + 1):
         reader, told = spawning.Pipe(duplex=False)
-        process = spawning.Process(target=_run_and_tell, args=(told, number == 1, as_json, *arguments))
+        process = spawning.Process(target=_run_and_tell, args=(told, number == 1, say, *arguments))
         process.start()
         try:
             process.join()
@@ -283,11 +283,7 @@ def _replay(
 
 
 class EnvRaised(Exception):  # noqa: N818 - it is not an error of the command
-    """Raised when the env raised, while it was built or in the fatal request. ``failure`` has the details."""
-
-    def __init__(self, text: str, failure: Failure) -> None:
-        super().__init__(text)
-        self.failure = failure
+    """Raised when the env raised, while it was built or in the fatal request. ``args``: what, and its Failure."""
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -172,11 +171,6 @@ class WorkerView:
         self._doing = self._work()
         self._begin_round()
 
-    @property
-    def is_there(self) -> bool:
-        """Tell whether the worker runs."""
-        return bool(self._process.is_running())
-
     def _work(self) -> tuple[bool, int, int]:
         """Return idle, number of the request, and number in a replay: they are equal as long as the work is the same.
 
@@ -305,9 +299,13 @@ class TrainerView:
                 self.rows.append(worker.row())
 
     def _find_workers(self) -> None:
-        """Find new workers, and drop workers that have ended."""
-        segments = dict(_segments(self.pid))
-        for inode in [one for one, worker in self._workers.items() if one not in segments or not worker.is_there]:
+        """Find new workers, and drop those whose segment the trainer has closed."""
+        segments: dict[int, Path] = {}  # the open ones of the trainer, by inode
+        for path in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if path.readlink().name.startswith(f"memfd:{SHARED_NAME} "):
+                    segments[path.stat().st_ino] = path
+        for inode in self._workers.keys() - segments.keys():
             self._workers.pop(inode).close()
         new = segments.keys() - self._workers.keys()
         family = {one.pid: one for one in self._process.children(recursive=True)} if new else {}
@@ -320,14 +318,6 @@ class TrainerView:
         """Release all memory."""
         while self._workers:
             self._workers.popitem()[1].close()
-
-
-def _segments(pid: int) -> Iterator[tuple[int, Path]]:
-    """Yield the open segments of a process, with their inodes. Raises PermissionError if another user owns it."""
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            if path.readlink().name.startswith(f"memfd:{SHARED_NAME} "):
-                yield path.stat().st_ino, path
 
 
 def _worker_of(family: dict[int, psutil.Process], path: Path) -> WorkerView | None:
