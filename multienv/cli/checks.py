@@ -795,13 +795,11 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     """
     if not patient.again:
         raise SpoiledError(_DOES_NOT_REPEAT)
-    late, struck_after, found = patient.first.steps * 17 // 20, 0, Walk()
+    late, found = patient.first.steps * 17 // 20, Walk()
     earlier = len(patient.recoveries)
 
     def before_step(step: int) -> None:
-        nonlocal struck_after
         if step == late:
-            struck_after = len(found.seen)
             time.sleep(_ANNOUNCED)
             patient.victims.append(_pid(env))
             send(patient.victims[-1], "SIGKILL")
@@ -815,10 +813,11 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     if ours is None or any(one.outcome not in went_on for one in recoveries if one is not ours):
         raise SpoiledError("the env itself crashed or hung during this check, and its episode did not go on")
     difference = patient.differs_at(found)
-    early = patient.differs_at(replace(found, seen=found.seen[:struck_after]))
-    if early and ours.outcome in went_on:
+    names = [name for name, _ in found.seen]
+    is_early = bool(difference) and names.index(difference) < names.index(f"step {late + 1}")
+    if is_early and ours.outcome in went_on:
         patient.again = len(recoveries) > 1  # the recovery of another loss may differ there
-        raise SpoiledError(f"{early} differs before the worker is killed: {_DOES_NOT_REPEAT}")
+        raise SpoiledError(f"{difference} differs before the worker is killed: {_DOES_NOT_REPEAT}")
     outcome: Outcome = "exact" if ours.outcome == "exact" else "replayed"
     if ours.outcome not in went_on:
         outcome = "truncated"

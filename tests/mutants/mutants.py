@@ -1968,7 +1968,7 @@ MUTANTS = [
         "A difference before the kill is laid to the replay.",
         3,
         "checks:strike",
-        "early and ours.outcome in went_on",
+        "is_early and ours.outcome in went_on",
         "False",
         DOCTOR,
     ),
