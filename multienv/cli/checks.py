@@ -152,8 +152,7 @@ class Patient:
         other: The walk of another process.
         again: Whether another process walks the same way, as far as is known.
         noticed: What it draws from, and whether what it returns can be compared.
-        remembers: Whether the env carries memory across resets, as far as is known.
-        may_remember: Whether a check has left that open.
+        remembers: Whether the env carries memory across resets; ``None``: a check has left that open.
         batch: What a vector env can do with it: ``"shared"``: several are in a worker; ``"alone"``: one is in each;
             ``"none"``: it does not take the env.
         ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
@@ -161,7 +160,7 @@ class Patient:
             exact.
         memory: Bytes of a worker that has just built the env.
         recycling: The options of RestartPolicy that help against the env's leaks.
-        recoveries: What became of each worker that was lost.
+        own_losses: What became of each worker that the env itself has lost.
         victims: The processes that the doctor has killed.
         is_doomed: Whether it crashed in the same step each time: then it crashes in each replay, too.
         began: When the examination began.
@@ -180,13 +179,12 @@ class Patient:
     other: Walk = field(default_factory=Walk)
     again: bool = True
     noticed: Noticed = field(default_factory=Noticed)
-    remembers: bool = False
-    may_remember: bool = False
+    remembers: bool | None = False
     batch: Literal["shared", "alone", "none"] = "shared"
     ways: dict[str, Outcome] = field(default_factory=dict)
     memory: int = 0
     recycling: list[str] = field(default_factory=list)
-    recoveries: list[Recovery] = field(default_factory=list)
+    own_losses: list[Recovery] = field(default_factory=list)
     victims: list[int] = field(default_factory=list)
     is_doomed: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -230,11 +228,6 @@ class Patient:
         return " and ".join(f"{what} {_times(count)}" for what, count in self.faults.items() if count)
 
     @property
-    def own_losses(self) -> list[Recovery]:
-        """Return what became of the workers that the env itself lost."""
-        return [one for one in self.recoveries if one.loss.pid not in self.victims]
-
-    @property
     def faults(self) -> dict[str, int]:
         """Return how often the env itself crashed, and how often it hung."""
         hung = [one for one in self.own_losses if one.loss.cause == "hung"]
@@ -258,9 +251,9 @@ class Patient:
         return Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
 
     def hear(self, event: Event) -> None:
-        """Note what became of a lost worker."""
-        if isinstance(event, Recovery):
-            self.recoveries.append(event)
+        """Note what became of a worker that the env itself has lost."""
+        if isinstance(event, Recovery) and event.loss.pid not in self.victims:
+            self.own_losses.append(event)
 
     def differs_at(self, walk: Walk) -> str:
         """Return the name of the first reset or step of a walk that is not as in the first one."""
@@ -451,7 +444,7 @@ def begins_anew(patient: Patient) -> Row:
     longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
     most = _ANEW_STEPS // (5 if patient.own_faults else 1)  # or it crashes before the end
     cut_from = min(fit_in, most) / 2 if fit_in > 2 * _ANEW_EPISODES * _LONGEST else 0.0
-    patient.may_remember = True
+    patient.remembers = None
     first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, cut_from=cut_from)
     lengths = [longest] if not first.ends else [end - begin for begin, end in pairwise([0, *first.ends])]
     episodes = f"{len(first.ends)} episodes of at most {max(lengths)} steps"
@@ -466,7 +459,7 @@ def begins_anew(patient: Patient) -> Row:
     if not replaced:
         raise SpoiledError("no process was replaced")
     if again.differs_at(first):
-        patient.remembers, patient.may_remember = True, False
+        patient.remembers = True
         return Row(
             "note",
             f"{_MEMORY}: {episodes} differ if some of them begin in a new process",
@@ -478,7 +471,7 @@ def begins_anew(patient: Patient) -> Row:
         episodes = f"{len(first.ends)} episodes, each cut off after at most {max(lengths)} steps"
         means = f"{episodes}, are {same}; what an end of an episode changes was not seen"
         return Row("note", means, "`multienv chaos` walks longer, and counts the episodes that end.")
-    patient.may_remember = False
+    patient.remembers = False
     return Row("ok", f"{episodes} are {same}")
 
 
@@ -796,7 +789,7 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     if not patient.again:
         raise SpoiledError(_DOES_NOT_REPEAT)
     late, found = patient.first.steps * 17 // 20, Walk()
-    earlier = len(patient.recoveries)
+    heard: list[Event] = []
 
     def before_step(step: int) -> None:
         if step == late:
@@ -804,10 +797,11 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
             patient.victims.append(_pid(env))
             send(patient.victims[-1], "SIGKILL")
 
-    with patient.worker(reports="", restart=replace(restart, max_restarts=_MOST_LOSSES)) as env:
+    options: Any = {"reports": "", "restart": replace(restart, max_restarts=_MOST_LOSSES)}
+    with patient.worker(hooks=[patient.hear, heard.append], **options) as env:
         walk(env, patient.first.steps, before_step=before_step, found=found)
         obstacle = env.statistics().no_snapshots
-    recoveries = patient.recoveries[earlier:]
+    recoveries = [event for event in heard if isinstance(event, Recovery)]
     ours = next((one for one in recoveries if one.loss.pid in patient.victims), None)
     went_on = ("exact", "replayed")
     if ours is None or any(one.outcome not in went_on for one in recoveries if one is not ours):

@@ -104,7 +104,7 @@ def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient
         console.print(f"The env itself {patient.own_faults} during the examination; each loss {cost}.", style="yellow")
         _show_detail(console, stack)
     if verdict == "recoverable":
-        provided = ", if the env begins anew at each reset, which is not known" if patient.may_remember else ""
+        provided = ", if the env begins anew at each reset, which is not known" if patient.remembers is None else ""
         conclusion = f"Recoverable{provided}: your training loop does not notice a lost worker. Use"
         console.print(conclusion, style="yellow" if provided else "green", soft_wrap=True)
     elif verdict == "unknown":

@@ -77,21 +77,20 @@ class Work:
     Args:
         status: The line on the terminal. The command prints through the console of this line.
         output: The file for the env's output; ``None``: the output is shown.
+
+    Attributes:
+        is_busy: Other programs had kept all cores busy before the work began.
     """
 
     def __init__(self, status: Status, output: IO[bytes] | None) -> None:
         self.console = status.console
         self._status, self._output, self._load = status, output, os.getloadavg()[0]
+        self.is_busy = self._load > len(cores())
         self.printed = ""
 
     def update(self, doing: str) -> None:
         """Show what is being done now."""
         self._status.update(Text(doing))
-
-    @property
-    def is_busy(self) -> bool:
-        """Tell whether other programs had kept all cores busy before the work began."""
-        return self._load > len(cores())
 
     def warn_if_busy(self) -> None:
         """Say so on stderr if other programs had kept all cores busy."""

@@ -337,7 +337,7 @@ class Rerun:
         self.length = sum(1 for _ in split_entries(self._replay.entries, report.end))
         self._envs: list[Any] = []
         self._segment = Segment(-1)
-        self._description: Description
+        self._asked: Any = None  # the action, or the message, of the fatal request
         builders = [partial(self._build_one, env_fn) for env_fn in env_fns]
         self._host = Host(self._segment, load=lambda _: builders, on_keep=self._begin_request)
 
@@ -361,11 +361,16 @@ class Rerun:
             answer = self._ask(-1, build)
         if isinstance(answer, Failure):
             raise EnvRaised(f"env_fn raised {answer.type_name}: {answer.text}", answer)
-        self._description = answer
+        description: Description = answer
         if self._report.layout not in (None, self._segment.layout):
             raise UsageError(
                 f"{self._report.path}: the env that was built has other spaces than the lost env. Is it the same env?"
             )
+        fatal = self._fatal
+        if fatal is not None and fatal.is_step:
+            self._asked = action_of(fatal, self._segment.layout, description, verbatim=self._verbatim)
+        elif fatal is not None:
+            self._asked = message_of(fatal.record[0], fatal.request_payload)
 
     def run(self) -> list[str]:
         """Run all requests before the fatal one. Return a line for each env whose answers differ from the record.
@@ -390,21 +395,12 @@ class Rerun:
 
     # --- the fatal request ------------------------------------------------------------------------
 
-    def _asked(self) -> Any:
-        """Return the action, or the message, of the fatal request; ``None`` if no request was pending."""
-        fatal = self._fatal
-        if fatal is None:
-            return None
-        if fatal.is_step:
-            return action_of(fatal, self._segment.layout, self._description, verbatim=self._verbatim)
-        return message_of(fatal.record[0], fatal.request_payload)
-
     def request(self) -> str:
         """Return the fatal request and its place in the episode, as text; ``""`` if no request was pending."""
         loss, fatal = self._report.loss, self._fatal
         if fatal is None:
             return ""
-        what = f"step({self._asked()!r})" if fatal.is_step else f"{loss.command}: {self._asked()!r:.500}"
+        what = f"step({self._asked!r})" if fatal.is_step else f"{loss.command}: {self._asked!r:.500}"
         after = "" if loss.step is None else f", after {loss.step} steps of its episode"
         return f"{what}{after}" + ("" if loss.seed is None else f", last seed {loss.seed}")
 
@@ -430,7 +426,7 @@ class Rerun:
 
     def stop(self) -> None:
         """Stop in a debugger with ``env`` and ``action``. If the request is not a step, ``action`` is the message."""
-        env, action = self._envs[0] if self._verbatim else self._envs, self._asked()
+        env, action = self._envs[0] if self._verbatim else self._envs, self._asked
         pdb.Pdb().set_trace(sys._getframe())
         del env, action  # the debugger stops here: the next thing to try is `env.step(action)`
 

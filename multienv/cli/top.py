@@ -247,6 +247,7 @@ class TrainerView:
     Attributes:
         pid: PID of the trainer.
         command: Its command line, in one line.
+        started: When it was started, in seconds since 1970.
         rows: The workers' rows, sorted by the indices of their envs.
 
     Raises:
@@ -260,6 +261,7 @@ class TrainerView:
         try:
             self._process = psutil.Process(self.pid)
             self.command = " ".join(" ".join(self._process.cmdline()).split())  # of ``python -c``: several lines
+            self.started: float = self._process.create_time()
             self.rows: list[dict[str, Any]] = []
             self._workers: dict[int, WorkerView] = {}  # keys: the inodes of their segments
             self._find_workers()
@@ -271,11 +273,6 @@ class TrainerView:
             ) from None
         if not self._workers:
             raise UsageError(f"Process {self.pid} has no workers of multienv: {self.command:.100}")
-
-    @property
-    def started(self) -> float:
-        """Return the time at which it was started, in seconds since 1970."""
-        return float(self._process.create_time())
 
     @property
     def is_there(self) -> bool:

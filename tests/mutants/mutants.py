@@ -1943,7 +1943,7 @@ MUTANTS = [
     Mutant(
         "A batch that has died takes further turns.",
         9,
-        "measuring:Contender.take_turn",
+        "cli.bench:Contender.take_turn",
         "not self.died",
         "True",
         BENCH,
@@ -1951,7 +1951,7 @@ MUTANTS = [
     Mutant(
         "The limit of an env that crashes by chance is tried for the same time again and again.",
         9,
-        "measuring:_build_in_workers",
+        "cli.bench:_build_in_workers",
         "part /= 4",
         "",
         BENCH,
@@ -1959,7 +1959,7 @@ MUTANTS = [
     Mutant(
         "Envs of gymnasium's batches are not closed.",
         7,
-        "measuring:BatchInWorker.close",
+        "cli.bench:BatchInWorker.close",
         "self._batch.close()",
         "",
         BENCH,
@@ -1975,7 +1975,7 @@ MUTANTS = [
     Mutant(
         "A busy machine is measured like another one.",
         9,
-        "cli.options:Work.is_busy",
+        "cli.options:Work.__init__",
         "self._load > len(cores())",
         "False",
         DOCTOR,
@@ -2031,7 +2031,7 @@ MUTANTS = [
     Mutant(
         "A batch of another class that hangs in bench is waited for without end.",
         5,
-        "measuring:measure",
+        "cli.bench:measure",
         "Deadlines(call=call)",
         "Deadlines()",
         BENCH,
