@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from multienv._engine.reports.texts import exit_text
+from multienv.cli.checks import working_env
 from multienv.cli.options import (
     EnvArgument,
     JsonOption,
@@ -21,13 +22,11 @@ from multienv.cli.options import (
     VerboseOption,
     at_work,
     plain_console,
-    working_env,
 )
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import MultienvError, UsageError, first_line
 from multienv.events import Event, Recovery
-from multienv.testing import check_env_recovers
-from multienv.testing.side_by_side import MANY_RESTARTS
+from multienv.testing.recovery_check import MANY_RESTARTS, check_env_recovers
 
 
 def chaos(

@@ -28,7 +28,8 @@ from multienv._engine.recovery.verification import is_comparable
 from multienv._engine.recovery.way_back import ForkingPolicy
 from multienv._engine.reports.texts import foreign_frames
 from multienv._engine.worker.snapshots import interval_for
-from multienv.cli.env_functions import arguments_advice
+from multienv.cli.env_functions import NamedEnv, arguments_advice, named
+from multienv.cli.options import arguments_of
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, SEED, Walk, walk
 from multienv.cli.watching import Noticed, ObservedEnv, seeded
@@ -50,9 +51,9 @@ Outcome = Literal["exact", "replayed", "truncated", "differs", "strayed"]
 Conclusion = Literal["recoverable", "truncates", "unknown", "broken"]
 
 # Limits of the first walk. Later walks take the same number of steps.
-STEPS, _SECONDS = 200, 2.0
+_STEPS, _SECONDS = 200, 2.0
 # An env that crashes is tried again with half the steps, so often; it is broken if it never gets so far.
-TRIES, FEW = 5, 12
+_TRIES, _FEW = 5, 12
 # It is not tried again after so many seconds: it may hang each time.
 _TRIES_UNTIL = 25.0
 # So many crashes in the same step are no chance.
@@ -151,8 +152,7 @@ class Patient:
         other: The walk of another process.
         again: Whether another process walks the same way, as far as is known.
         noticed: What it draws from, and whether what it returns can be compared.
-        remembers: Whether the env carries memory across resets, as far as is known.
-        may_remember: Whether a check has left that open.
+        remembers: Whether the env carries memory across resets; ``None``: a check has left that open.
         batch: What a vector env can do with it: ``"shared"``: several are in a worker; ``"alone"``: one is in each;
             ``"none"``: it does not take the env.
         ways: The outcome of recovery by a snapshot and by the journal; nothing of an env that does not repeat itself.
@@ -160,7 +160,7 @@ class Patient:
             exact.
         memory: Bytes of a worker that has just built the env.
         recycling: The options of RestartPolicy that help against the env's leaks.
-        recoveries: What became of each worker that was lost.
+        own_losses: What became of each worker that the env itself has lost.
         victims: The processes that the doctor has killed.
         is_doomed: Whether it crashed in the same step each time: then it crashes in each replay, too.
         began: When the examination began.
@@ -179,13 +179,12 @@ class Patient:
     other: Walk = field(default_factory=Walk)
     again: bool = True
     noticed: Noticed = field(default_factory=Noticed)
-    remembers: bool = False
-    may_remember: bool = False
+    remembers: bool | None = False
     batch: Literal["shared", "alone", "none"] = "shared"
     ways: dict[str, Outcome] = field(default_factory=dict)
     memory: int = 0
     recycling: list[str] = field(default_factory=list)
-    recoveries: list[Recovery] = field(default_factory=list)
+    own_losses: list[Recovery] = field(default_factory=list)
     victims: list[int] = field(default_factory=list)
     is_doomed: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -229,11 +228,6 @@ class Patient:
         return " and ".join(f"{what} {_times(count)}" for what, count in self.faults.items() if count)
 
     @property
-    def own_losses(self) -> list[Recovery]:
-        """Return what became of the workers that the env itself lost."""
-        return [one for one in self.recoveries if one.loss.pid not in self.victims]
-
-    @property
     def faults(self) -> dict[str, int]:
         """Return how often the env itself crashed, and how often it hung."""
         hung = [one for one in self.own_losses if one.loss.cause == "hung"]
@@ -244,10 +238,22 @@ class Patient:
         """Return where it crashed or hung last, if that is known."""
         return next(filter(None, (foreign_frames(one.loss.stack) for one in reversed(self.own_losses))), "")
 
+    @property
+    def deadlines(self) -> Deadlines:
+        """Return the deadlines of a worker. If the env has hung, they are those that are recommended.
+
+        Otherwise each further hang would take 10 s.
+        """
+        most = self.reset_deadline
+        step, reset = self.step_deadline, most
+        if self.faults["hung"] and self.first.steps:
+            step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
+        return Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
+
     def hear(self, event: Event) -> None:
-        """Note what became of a lost worker."""
-        if isinstance(event, Recovery):
-            self.recoveries.append(event)
+        """Note what became of a worker that the env itself has lost."""
+        if isinstance(event, Recovery) and event.loss.pid not in self.victims:
+            self.own_losses.append(event)
 
     def differs_at(self, walk: Walk) -> str:
         """Return the name of the first reset or step of a walk that is not as in the first one."""
@@ -257,21 +263,27 @@ class Patient:
     def worker(self, *, env_fn: EnvFn | None = None, **options: Any) -> Iterator[SubprocessEnv]:
         """Start a worker with the env (or another one), and close it in the end. By default a loss raises.
 
-        All workers begin with the same states of ``random`` and ``numpy.random``. If the env has hung, the recommended
-        deadlines apply: otherwise each further hang would take 10 s.
+        All workers begin with the same states of ``random`` and ``numpy.random``.
         """
-        most = self.reset_deadline
-        step, reset = self.step_deadline, most
-        if self.faults["hung"] and self.first.steps:
-            step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
-        deadlines = Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
         build = seeded(env_fn or self.env_fn)
-        known = {"restart": RAISE, "deadlines": deadlines, "hooks": [self.hear], **options}
+        known = {"restart": RAISE, "deadlines": self.deadlines, "hooks": [self.hear], **options}
         with SubprocessEnv(build, **known) as env:
             try:
                 yield env
             finally:
                 self.steps += env.statistics().steps
+
+
+def working_env(env: str, env_kwargs: str, step_deadline: float = 10.0) -> tuple[NamedEnv, Walk]:
+    """Return the function that builds the env, and a walk in a process. Raises UsageError if there is none."""
+    found = named(env, **arguments_of(env_kwargs))
+    patient = Patient(env, found.env_fn, step_deadline, 60.0)
+    try:
+        walk = undisturbed(patient, _STEPS, tries=_TRIES, least=_FEW, seconds=1.0)
+    except MultienvError as error:
+        advice = arguments_advice(found.env_fn, str(error)) or f"For details, run `multienv doctor {env}`."
+        raise UsageError(f"{env} does not work: {first_line(error)} {advice}") from error
+    return found, walk
 
 
 def examine(patient: Patient, report: Callable[[Row], object]) -> list[Row]:
@@ -365,7 +377,7 @@ def builds(patient: Patient) -> Row:
 
 def steps(patient: Patient) -> Row:
     """Walk at random. All later walks are compared with this one."""
-    first = patient.first = undisturbed(patient, STEPS, tries=TRIES, least=FEW, seconds=_SECONDS)
+    first = patient.first = undisturbed(patient, _STEPS, tries=_TRIES, least=_FEW, seconds=_SECONDS)
     slowest = f"the slowest step {duration(first.slowest_step)}, the slowest reset {duration(first.slowest_reset)}"
     means = f"{first.steps} random steps of {duration(patient.step_seconds)} each, {slowest}"
     if not patient.own_losses:
@@ -432,7 +444,7 @@ def begins_anew(patient: Patient) -> Row:
     longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
     most = _ANEW_STEPS // (5 if patient.own_faults else 1)  # or it crashes before the end
     cut_from = min(fit_in, most) / 2 if fit_in > 2 * _ANEW_EPISODES * _LONGEST else 0.0
-    patient.may_remember = True
+    patient.remembers = None
     first = undisturbed(patient, most, seconds=_ANEW_SECONDS, longest=longest, cut_from=cut_from)
     lengths = [longest] if not first.ends else [end - begin for begin, end in pairwise([0, *first.ends])]
     episodes = f"{len(first.ends)} episodes of at most {max(lengths)} steps"
@@ -447,7 +459,7 @@ def begins_anew(patient: Patient) -> Row:
     if not replaced:
         raise SpoiledError("no process was replaced")
     if again.differs_at(first):
-        patient.remembers, patient.may_remember = True, False
+        patient.remembers = True
         return Row(
             "note",
             f"{_MEMORY}: {episodes} differ if some of them begin in a new process",
@@ -459,7 +471,7 @@ def begins_anew(patient: Patient) -> Row:
         episodes = f"{len(first.ends)} episodes, each cut off after at most {max(lengths)} steps"
         means = f"{episodes}, are {same}; what an end of an episode changes was not seen"
         return Row("note", means, "`multienv chaos` walks longer, and counts the episodes that end.")
-    patient.may_remember = False
+    patient.remembers = False
     return Row("ok", f"{episodes} are {same}")
 
 
@@ -520,13 +532,10 @@ def shares(patient: Patient) -> Row | None:
     if patient.own_faults:  # it gets a worker of its own in any case
         return None
     errors = []
-    for envs_per_worker in (2, 1):
-        most = patient.reset_deadline
-        deadlines = Deadlines(start=most, reset=most, step=patient.step_deadline)
+    options: Any = {"restart": RAISE, "deadlines": patient.deadlines, "reports": ""}
+    for each in (2, 1):
         try:
-            with SubprocessVectorEnv(
-                [patient.env_fn] * 2, envs_per_worker=envs_per_worker, restart=RAISE, deadlines=deadlines, reports=""
-            ) as envs:
+            with SubprocessVectorEnv([patient.env_fn] * 2, envs_per_worker=each, **options) as envs:
                 envs.reset(seed=SEED)
                 for _ in range(_SHARED_STEPS):
                     envs.step(envs.action_space.sample())
@@ -646,31 +655,24 @@ def replays(patient: Patient) -> Row:
 
 def leaks(patient: Patient) -> Row:
     """Count descriptors, threads, processes and memory before and after three rounds of short episodes."""
-    most = min(_EPISODE_STEPS, patient.first.steps)
+    longest = min(_EPISODE_STEPS, patient.first.steps)
+    most = _LEAST_EPISODES if patient.own_faults else _MOST_EPISODES  # few, so that it may get through
+    fit_in = int(_EPISODES_SECONDS / patient.step_seconds / longest)
     counts = []
     with patient.worker() as env:
-        env.action_space.seed(SEED)
-        env.reset(seed=SEED)
-        began = time.perf_counter()
-        _episode(env, most)
-        wanted = _EPISODES_SECONDS / (time.perf_counter() - began)
-        most_episodes = _LEAST_EPISODES if patient.own_faults else _MOST_EPISODES  # few, so that it may get through
-        episodes = int(min(max(_LEAST_EPISODES, wanted), most_episodes))
-        taken = 0
         for _ in range(4):  # the first round allocates what the env keeps for good
-            taken += sum(_episode(env, most) for _ in range(episodes))
+            taken = walk(env, longest * min(max(_LEAST_EPISODES, fit_in), most), longest=longest)
             counts.append(_usage(env))
+    episodes = 1 + len(taken.ends)
     found, recycling, piling = [], [], 0.0
     for name in counts[0]:
-        each = min(after[name] - before[name] for before, after in pairwise(counts)) / episodes
-        if each <= (_NOISE / episodes if name == "memory" else 0):
-            continue
-        if name == "memory":
-            found.append(f"{decimal(int(each))} {name}")
-            recycling.append(_max_rss(max(patient.memory, counts[0][name] - each * episodes)))
-        else:
-            found.append(f"{each:.3g} {name}")
-            piling = max(piling, each * 4 * episodes / taken)
+        grown = min(after[name] - before[name] for before, after in pairwise(counts))
+        if name == "memory" and grown > _NOISE:
+            found.append(f"{decimal(grown // episodes)} {name}")
+            recycling.append(_max_rss(max(patient.memory, counts[0][name] - grown)))
+        elif name != "memory" and grown > 0:
+            found.append(f"{grown / episodes:.3g} {name}")
+            piling = max(piling, grown / taken.steps)
     if not found:
         return Row("ok", f"no leak in {3 * episodes} episodes")
     if piling:
@@ -681,16 +683,6 @@ def leaks(patient: Patient) -> Row:
     if patient.remembers:
         advice += " What this env remembers across resets is lost with its process: later episodes may differ."
     return Row("note", f"each episode leaks: {', '.join(found)}", advice)
-
-
-def _episode(env: SubprocessEnv, most: int) -> int:
-    """Reset, and step at random until the episode ends, or this many times; return the number of steps."""
-    env.reset()
-    for step in range(most):
-        _, _, terminated, truncated, _ = env.step(env.action_space.sample())
-        if terminated or truncated:
-            return step + 1
-    return most
 
 
 def _max_rss(memory: float) -> str:
@@ -796,30 +788,30 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     """
     if not patient.again:
         raise SpoiledError(_DOES_NOT_REPEAT)
-    late, struck_after, found = patient.first.steps * 17 // 20, 0, Walk()
-    earlier = len(patient.recoveries)
+    late, found = patient.first.steps * 17 // 20, Walk()
+    heard: list[Event] = []
 
     def before_step(step: int) -> None:
-        nonlocal struck_after
         if step == late:
-            struck_after = len(found.seen)
             time.sleep(_ANNOUNCED)
             patient.victims.append(_pid(env))
             send(patient.victims[-1], "SIGKILL")
 
-    with patient.worker(reports="", restart=replace(restart, max_restarts=_MOST_LOSSES)) as env:
+    options: Any = {"reports": "", "restart": replace(restart, max_restarts=_MOST_LOSSES)}
+    with patient.worker(hooks=[patient.hear, heard.append], **options) as env:
         walk(env, patient.first.steps, before_step=before_step, found=found)
         obstacle = env.statistics().no_snapshots
-    recoveries = patient.recoveries[earlier:]
+    recoveries = [event for event in heard if isinstance(event, Recovery)]
     ours = next((one for one in recoveries if one.loss.pid in patient.victims), None)
     went_on = ("exact", "replayed")
     if ours is None or any(one.outcome not in went_on for one in recoveries if one is not ours):
         raise SpoiledError("the env itself crashed or hung during this check, and its episode did not go on")
     difference = patient.differs_at(found)
-    early = patient.differs_at(replace(found, seen=found.seen[:struck_after]))
-    if early and ours.outcome in went_on:
+    names = [name for name, _ in found.seen]
+    is_early = bool(difference) and names.index(difference) < names.index(f"step {late + 1}")
+    if is_early and ours.outcome in went_on:
         patient.again = len(recoveries) > 1  # the recovery of another loss may differ there
-        raise SpoiledError(f"{early} differs before the worker is killed: {_DOES_NOT_REPEAT}")
+        raise SpoiledError(f"{difference} differs before the worker is killed: {_DOES_NOT_REPEAT}")
     outcome: Outcome = "exact" if ours.outcome == "exact" else "replayed"
     if ours.outcome not in went_on:
         outcome = "truncated"

@@ -15,9 +15,9 @@ except ImportError as missing:
     )
 
 from multienv.cli import bench, chaos, doctor, replay, top
-from multienv.cli.options import refusing
+from multienv.cli.options import Commands
 
-app = typer.Typer(name="multienv", add_completion=False)
+app = typer.Typer(name="multienv", cls=Commands, add_completion=False)
 
 for command in (doctor.doctor, chaos.chaos, bench.bench, replay.replay, top.top):
-    app.command()(refusing(command))
+    app.command()(command)

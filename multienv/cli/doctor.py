@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from textwrap import indent
 from typing import Annotated, Any
 
 import typer
@@ -89,8 +90,8 @@ def _show(console: Console, row: Row) -> None:
 
 
 def _show_detail(console: Console, detail: str) -> None:
-    for line in detail.splitlines():
-        console.print(Text(f"    {line}", "dim"), soft_wrap=True)
+    if detail:
+        console.print(Text(indent(detail, "    "), "dim"), soft_wrap=True)
 
 
 def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient, stack: str) -> None:
@@ -103,7 +104,7 @@ def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient
         console.print(f"The env itself {patient.own_faults} during the examination; each loss {cost}.", style="yellow")
         _show_detail(console, stack)
     if verdict == "recoverable":
-        provided = ", if the env begins anew at each reset, which is not known" if patient.may_remember else ""
+        provided = ", if the env begins anew at each reset, which is not known" if patient.remembers is None else ""
         conclusion = f"Recoverable{provided}: your training loop does not notice a lost worker. Use"
         console.print(conclusion, style="yellow" if provided else "green", soft_wrap=True)
     elif verdict == "unknown":
@@ -114,5 +115,4 @@ def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient
         console.print(conclusion, style="yellow", soft_wrap=True)
     else:
         console.print("Truncates: a lost worker ends its episode, with truncated=True and a reason.", style="yellow")
-    for line in code.splitlines():
-        console.print(f"    {line}", soft_wrap=True)
+    console.print(indent(code, "    "), soft_wrap=True)

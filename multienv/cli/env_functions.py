@@ -124,26 +124,22 @@ def env_functions(report: Report, env: str | None, arguments: dict[str, Any] | N
     """Return for each slot the function that builds its env. Set the variables that ``worker_env`` gave the worker.
 
     Args:
-        report: The crash report. Its own ``env_fn`` are used, unless ``env`` names another one.
+        report: The crash report. Its own ``env_fn`` are used, with the command line and working directory of the
+            trainer, unless ``env`` names another one.
         env: See :func:`named`.
         arguments: Arguments for ``env``.
 
     Raises:
         UsageError: The env cannot be built. The message says which option to give.
     """
-    if report.build.setting is not None:
-        os.environ.update(report.build.setting.variables)  # before an import may read them
+    setting = report.build.setting
+    if setting is not None:
+        os.environ.update(setting.variables)  # before an import may read them
     if env is not None:
         return (named(env, **arguments or {}).env_fn,) * len(report.build.draws)
     if arguments:
         raise UsageError("--env-kwargs needs --env: give both.")
-    return _of_report(report)
-
-
-def _of_report(report: Report) -> tuple[EnvFn, ...]:
-    """Load the report's own functions, with the command line and working directory of the trainer."""
-    setting = report.build.setting
-    if setting is not None:
+    if setting is not None:  # the report's own functions find what they found in the trainer
         if setting.arguments:
             sys.argv[:] = setting.arguments
         with contextlib.suppress(OSError):

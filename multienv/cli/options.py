@@ -8,8 +8,8 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -18,13 +18,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.status import Status
 from rich.text import Text
+from typer.core import TyperGroup
 
 from multienv._engine.cores import cores
-from multienv.cli.checks import FEW, STEPS, TRIES, Patient, undisturbed
-from multienv.cli.env_functions import NamedEnv, arguments_advice, named
+from multienv.cli.env_functions import NamedEnv
 from multienv.cli.texts import visible
-from multienv.cli.walking import Walk
-from multienv.errors import MultienvError, UsageError, first_line
+from multienv.errors import UsageError
 
 EnvArgument = Annotated[
     str,
@@ -49,18 +48,16 @@ _LAST_LINES, _TAIL = 5, 2**14
 plain_console = partial(Console, markup=False, highlight=False, emoji=False)
 
 
-def refusing(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: a UsageError is printed on stderr, and the command ends with exit code 2."""
+class Commands(TyperGroup):
+    """Runs a command. A UsageError is printed on stderr, and the command ends with exit code 2."""
 
-    @wraps(command)
-    def run(**arguments: Any) -> None:
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
         try:
-            command(**arguments)
+            return super().invoke(ctx)
         except UsageError as error:
             print(visible(str(error)), file=sys.stderr)
             raise typer.Exit(2) from error
-
-    return run
 
 
 def arguments_of(env_kwargs: str) -> dict[str, Any]:
@@ -74,39 +71,26 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
     return arguments
 
 
-def working_env(env: str, env_kwargs: str, step_deadline: float = 10.0) -> tuple[NamedEnv, Walk]:
-    """Return the function that builds the env, and a walk in a process. Raises UsageError if there is none."""
-    found = named(env, **arguments_of(env_kwargs))
-    patient = Patient(env, found.env_fn, step_deadline, 60.0)
-    try:
-        walk = undisturbed(patient, STEPS, tries=TRIES, least=FEW, seconds=1.0)
-    except MultienvError as error:
-        advice = arguments_advice(found.env_fn, str(error)) or f"For details, run `multienv doctor {env}`."
-        raise UsageError(f"{env} does not work: {first_line(error)} {advice}") from error
-    return found, walk
-
-
 class Work:
     """Shows on a terminal what a command is doing, and keeps the last lines of the env's output.
 
     Args:
         status: The line on the terminal. The command prints through the console of this line.
         output: The file for the env's output; ``None``: the output is shown.
+
+    Attributes:
+        is_busy: Other programs had kept all cores busy before the work began.
     """
 
     def __init__(self, status: Status, output: IO[bytes] | None) -> None:
         self.console = status.console
         self._status, self._output, self._load = status, output, os.getloadavg()[0]
+        self.is_busy = self._load > len(cores())
         self.printed = ""
 
     def update(self, doing: str) -> None:
         """Show what is being done now."""
         self._status.update(Text(doing))
-
-    @property
-    def is_busy(self) -> bool:
-        """Tell whether other programs had kept all cores busy before the work began."""
-        return self._load > len(cores())
 
     def warn_if_busy(self) -> None:
         """Say so on stderr if other programs had kept all cores busy."""

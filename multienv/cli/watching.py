@@ -65,9 +65,10 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._ours = open_descriptors()
         self._standard = standard_streams()
         self._outside: dict[tuple[str, str], Outside] = {}
+        self._drawn_from: set[str] = set()
+        self._incomparable = self._misfit = ""
         self._is_called, self._steps = False, 0
         super().__init__(env_fn())
-        self._noticed = Noticed()
         self._take_census("after its construction")
         sys.addaudithook(self._hear)
 
@@ -95,7 +96,8 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def noticed(self) -> Noticed:
         """Return what was noticed up to now."""
         self._take_census(f"after {self._steps} steps")
-        return self._noticed._replace(outside=tuple(self._outside.values()))
+        drawn_from = tuple(sorted(self._drawn_from, reverse=True))
+        return Noticed(drawn_from, self._incomparable, tuple(self._outside.values()), self._misfit)
 
     def drawn_by(self) -> list[str]:
         """Return what is known after a frame was rendered: OpenGL's name of the renderer, variables, open devices.
@@ -131,15 +133,12 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _look(self, method: str, before: Any, *returned: Any) -> None:
         pairs = zip(("random", "numpy.random"), before, state_of_process(), strict=True)
-        changed = {name for name, one, other in pairs if one != other}
+        self._drawn_from.update(name for name, one, other in pairs if one != other)
         marks = [found[len(MARK) :] for found in map(evidence_of, returned) if found.startswith(MARK)]
-        incomparable = marks[0].decode(errors="replace") if marks else ""
-        known = self._noticed
-        drawn_from = tuple(sorted(changed.union(known.drawn_from), reverse=True))
-        found = known.misfit or misfit(returned[0], self.observation_space, method)
-        if found and not known.misfit:
-            found = f"the observation of {f'step {self._steps}' if self._steps else 'the reset'} {found}"
-        self._noticed = Noticed(drawn_from, known.incomparable or incomparable, misfit=found)
+        if marks and not self._incomparable:
+            self._incomparable = marks[0].decode(errors="replace")
+        if not self._misfit and (found := misfit(returned[0], self.observation_space, method)):
+            self._misfit = f"the observation of {f'step {self._steps}' if self._steps else 'the reset'} {found}"
 
 
 def misfit(observation: Any, space: gymnasium.Space[Any], method: str) -> str:

@@ -9,17 +9,38 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from multienv import create_subprocess_envs
+import numpy as np
+
+from multienv import Deadlines, MultiEnv, RestartPolicy, create_subprocess_envs
 from multienv._engine.building.building import EnvFn
+from multienv._engine.recovery.verification import same
+from multienv.errors import EnvsFailedError, WorkerLostError, first_line
 from multienv.events import Event, Loss
 from multienv.testing.killer import Killer, KillManner, worker_pids
-from multienv.testing.side_by_side import ENOUGH_MISMATCHES, PATIENT, UNDISTURBED, SideBySide
+
+# After so many differences a check ends.
+ENOUGH_MISMATCHES = 5
+# Arrays of no more values are shown whole.
+_FEW = 16
+# For envs that may hang by themselves; a step is not expected to take so long.
+PATIENT = Deadlines(reset=60.0, step=60.0)
+
+# A worker that is struck, or whose env crashes by chance, is restarted as often as it takes.
+MANY_RESTARTS = 1_000_000
+# Options of SubprocessEnv for an env that is not struck: a busy machine is waited for, and what the env itself loses is
+# recovered.
+UNDISTURBED: dict[str, Any] = {
+    "restart": RestartPolicy(max_restarts=MANY_RESTARTS),
+    "deadlines": PATIENT,
+    "reports": "",
+}
 
 
 @dataclass(frozen=True)
@@ -147,7 +168,8 @@ def check_env_recovers(
         struck: Sequence[Any] = [make_env(env_fn) for _ in fns] if make_env else create_subprocess_envs(fns, **options)
         calm = create_subprocess_envs(fns, **undisturbed)
         events.clear()
-        with SideBySide(struck, calm, attempt) as pair:
+        with MultiEnv([*calm, *struck]) as both:
+            pair = SideBySide(both, attempt)
             killer = Killer(
                 lambda envs=struck: [pid for env in envs for pid in worker_pids(env)],
                 manners=manners,
@@ -165,13 +187,14 @@ def check_env_recovers(
                 pair.step()  # what the last strike has done shows here
             told = [env.statistics() for env in struck]
             lost_calm = sum(env.statistics().losses for env in calm)
+        losses = [event for event in events if isinstance(event, Loss) and event.cause != "error"]
         check = replace(
             check,
             kills=check.kills + killer.delivered,
             steps=check.steps + (step - began) * num_envs,
             episodes=check.episodes + pair.ended,
             losses=check.losses + sum(one.losses for one in told),
-            own_losses=check.own_losses + lost_calm + len(_unstruck(events, killer.struck)),
+            own_losses=check.own_losses + lost_calm + sum(loss.pid not in killer.struck for loss in losses),
             killed=(*check.killed, *killer.struck),
             exact=check.exact + sum(one.exact_recoveries for one in told),
             replayed=check.replayed + sum(one.replayed_recoveries for one in told),
@@ -179,8 +202,9 @@ def check_env_recovers(
         )
         if pair.mismatch:
             where = f"after {check.steps} steps (seed {attempt})"
-            twins = create_subprocess_envs(fns, **undisturbed), create_subprocess_envs(fns, **undisturbed)
-            with SideBySide(*twins, attempt) as again:
+            twins = [env for _ in range(2) for env in create_subprocess_envs(fns, **undisturbed)]
+            with MultiEnv(twins) as both:
+                again = SideBySide(both, attempt)
                 for _ in range(began, step + 1):
                     again.step()
             if again.mismatch:
@@ -193,7 +217,90 @@ def check_env_recovers(
     return check
 
 
-def _unstruck(events: Sequence[Event], struck: Collection[int]) -> list[Loss]:
-    """Return the losses of workers that got no signal."""
-    losses = [event for event in events if isinstance(event, Loss) and event.cause != "error"]
-    return [loss for loss in losses if loss.pid not in struck]
+class SideBySide:
+    """Steps envs in pairs until they part: one of each pair is struck, the other one undisturbed.
+
+    Both get the same seed at the first reset, none later, and the same random actions. The undisturbed envs have
+    processes of their own, too: an env that crashes by itself does not take this one with it.
+
+    Args:
+        envs: The undisturbed envs, and after them as many of the same envs that are struck.
+        seed: Decides seeds and actions.
+
+    Attributes:
+        mismatch: What differed; ``""``: nothing.
+        ended: Number of episodes that have ended by themselves.
+        reasons: Why episodes were ended, or errors raised, because of a loss; also a loss of an undisturbed env.
+    """
+
+    def __init__(self, envs: MultiEnv, seed: int) -> None:
+        self.mismatch = ""
+        self.reasons: list[str] = []
+        self.ended = 0
+        self._envs, self._pairs = envs, len(envs) // 2
+        self._actions = copy.deepcopy(envs.action_space)
+        self._actions.seed(seed)
+        self._compare("reset", envs.reset(seed=[*range(seed, seed + self._pairs)] * 2)[0])
+
+    @property
+    def agree(self) -> bool:
+        """Tell whether no pair has parted."""
+        return not self.mismatch and not self.reasons
+
+    def step(self) -> None:
+        """Step all envs, if no pair has parted."""
+        if not self.agree:
+            return
+        actions = [self._actions.sample() for _ in range(self._pairs)]
+        try:
+            *returned, infos = self._envs.step([*actions, *copy.deepcopy(actions)])
+        except EnvsFailedError as failed:
+            lost = [error for error in failed.failures.values() if isinstance(error, WorkerLostError)]
+            if len(lost) < len(failed.failures):
+                raise
+            self.reasons = [first_line(error) for error in lost]
+            return
+        told = [info["multienv"] for info in infos if info and "multienv" in info]
+        self.reasons = [one["reason"] for one in told if "reason" in one]
+        if self.reasons:
+            return
+        for name, values in zip(("observations", "rewards", "terminated", "truncated"), returned, strict=True):
+            self._compare(name, values)
+        ends = [bool(over or cut) for over, cut in zip(returned[2], returned[3], strict=True)]
+        self.ended += sum(ends[: self._pairs])
+
+    def _compare(self, name: str, values: list[Any]) -> None:
+        expected, seen = values[: self._pairs], values[self._pairs :]
+        self.mismatch = self.mismatch or difference(seen, expected, name) or ""
+
+
+def difference(seen: Any, expected: Any, name: str) -> str | None:
+    """Tell where two values differ; ``None`` if they agree to the bit. The order of keys does not matter."""
+    if isinstance(seen, Mapping) and isinstance(expected, Mapping) and seen.keys() == expected.keys():
+        found = (difference(seen[key], expected[key], f"{name}[{key!r}]") for key in expected)
+        return next((one for one in found if one is not None), None)
+    if isinstance(seen, tuple | list) and type(seen) is type(expected) and len(seen) == len(expected):
+        pairs = enumerate(zip(seen, expected, strict=True))
+        found = (difference(one, other, f"{name}[{index}]") for index, (one, other) in pairs)
+        return next((one for one in found if one is not None), None)
+    if same(seen, expected):
+        return None
+    if _is_large(seen) and _is_large(expected):
+        return f"{name}: {_difference_of_arrays(seen, expected)}"
+    return f"{name}: {seen!r:.300} against {expected!r:.300}"
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.size > _FEW and not value.dtype.hasobject
+
+
+def _difference_of_arrays(seen: Any, expected: Any) -> str:
+    """Tell how many values of two arrays differ, and the first of them."""
+    if seen.shape != expected.shape or seen.dtype != expected.dtype:
+        return f"{seen.dtype} of shape {seen.shape} against {expected.dtype} of shape {expected.shape}"
+    one, other = np.ascontiguousarray(seen).reshape(-1, 1), np.ascontiguousarray(expected).reshape(-1, 1)
+    differ = (one.view(np.uint8) != other.view(np.uint8)).any(1)
+    place = int(differ.argmax())
+    index = list(map(int, np.unravel_index(place, seen.shape)))
+    pair = f"{one[place, 0]!s:.50} against {other[place, 0]!s:.50}"
+    return f"{differ.sum():,} of {differ.size:,} values differ, the first at {index}: {pair}"

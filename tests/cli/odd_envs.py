@@ -263,7 +263,7 @@ segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
 doomed_in_step_20 = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=20), count_episodes=False)
 slow = functools.partial(SlowEnv, step_seconds=0.002, count_episodes=False)
 # After the longest walk of a check, and before the end of the 13 episodes of 20 steps that even a slow machine takes.
-crashes_late = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=250), horizon=30)
+crashes_late = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=230), horizon=30)
 raising = functools.partial(FaultyEnv, fault=Fault("raise", "reset"))
 endless = functools.partial(CounterEnv, horizon=None, count_episodes=False)
 from_process = functools.partial(GlobalRandomEnv, count_episodes=False)

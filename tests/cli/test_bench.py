@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from cli_command import ODD_ENVS, run, run_process
+from gymnasium.wrappers import Autoreset
 from typer.testing import CliRunner
 
 from kit import Fault, FaultyEnv
-from multienv.cli import measuring
+from multienv.cli import bench
 from multienv.cli.commands import app
 from multienv.cli.walking import RAISE, Walk
 
@@ -79,14 +80,14 @@ def test_an_env_that_hangs_by_chance_costs_a_row_seconds() -> None:
 def test_without_a_deadline_of_the_user_one_is_found_by_the_slowest_step_that_was_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measuring, "_LEAST_DEADLINE", 0.2)
-    monkeypatch.setattr(measuring, "_TRIES", 2)
-    quick = measuring.Contender("multienv", "quick", lambda: lambda seconds: 1.0, options="")
-    monkeypatch.setattr(measuring, "_contenders", lambda *_: iter([quick]))
+    monkeypatch.setattr(bench, "_LEAST_DEADLINE", 0.2)
+    monkeypatch.setattr(bench, "_TRIES", 2)
+    quick = bench.Contender("multienv", "quick", lambda: lambda seconds: 1.0, options="")
+    monkeypatch.setattr(bench, "_contenders", lambda *_: iter([quick]))
     env_fn = functools.partial(FaultyEnv, fault=Fault("hang", "step"))
     began = time.monotonic()
-    bench = measuring.measure(env_fn, 1, Walk(slowest_step=0.03), step_deadline=None, seconds=0.1, repeats=1)
-    assert bench.limit.died == "hung"
+    limit, _ = bench.measure(env_fn, 1, Walk(slowest_step=0.03), step_deadline=None, seconds=0.1, repeats=1)
+    assert limit.died == "hung"
     assert 2 * 0.3 < time.monotonic() - began < 20.0
 
 
@@ -105,7 +106,8 @@ def test_the_table_fits_a_terminal_of_80_columns_and_no_file_of_an_env_is_left(t
 def test_the_limit_of_an_env_that_crashes_by_chance_is_measured_between_two_crashes() -> None:
     with contextlib.ExitStack() as stack:
         env_fn = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=50))
-        step_for = measuring._build_limit(env_fn, stack, {"restart": RAISE, "reports": ""})
+        batch = functools.partial(bench.BatchInWorker, lambda: Autoreset(env_fn()), 1)
+        step_for = bench._build_in_workers([batch], stack, {"restart": RAISE, "reports": ""}, tries=6)
         assert step_for(0.05) > 0
 
 

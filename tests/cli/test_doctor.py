@@ -253,7 +253,7 @@ def test_the_conclusion_says_that_the_env_itself_crashed(tmp_path: Path, monkeyp
     monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.steps, checks.repeats, checks.replays])
     for first, said in {
         3: r"The env itself crashed once during the examination; each loss is recovered, and costs time\.\n"
-        r"(    .*\n)+Recoverable: ",
+        r"((    .*)?\n)+Recoverable: ",
         4: r"The env itself crashed \d+ times during the examination; each loss costs time, and may end an episode\.\n"
         r"Not known to be recoverable: expect that a lost worker ends its episode\.\n",
     }.items():

@@ -18,7 +18,7 @@ OUTSIDE_ENVS = Path(__file__).parents[1] / "invariants" / "outside_envs.py"
 def rows_of(monkeypatch: pytest.MonkeyPatch, name: str, **arguments: Any) -> dict[str, dict[str, Any]]:
     chosen = [checks.builds, checks.steps, checks.compares, checks.repeats, checks.outside, checks.forks]
     monkeypatch.setattr(checks, "CHECKS", [*chosen, checks.replays])
-    monkeypatch.setattr(checks, "STEPS", 60)
+    monkeypatch.setattr(checks, "_STEPS", 60)
     _, told = run("doctor", f"{OUTSIDE_ENVS}:{name}", "--json", "--env-kwargs", json.dumps(arguments))
     return {row["name"]: row for row in told["checks"]}
 

@@ -23,7 +23,7 @@ from kit import CounterEnv
 from kit.trainer_process import PATH, Trainer
 from multienv import SubprocessEnv
 from multienv.cli.commands import app
-from multienv.cli.onlooker import TrainerView
+from multienv.cli.top import TrainerView
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what processes do is read from /proc")
 

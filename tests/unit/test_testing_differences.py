@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from multienv.testing.side_by_side import difference
+from multienv.testing.recovery_check import difference
 
 IMAGE = np.arange(84 * 84 * 4, dtype=np.uint8).reshape(84, 84, 4)
 
