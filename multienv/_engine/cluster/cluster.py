@@ -207,7 +207,7 @@ class Cluster:
         try:
             longest = self._options.placement_timeout if self._options.runtime_env else _UP_WITHIN
             seconds = max(_UP_LEAST, min(longest, until - time.monotonic()))
-            version = self._version_of(actor, time.monotonic() + seconds)
+            version: str = ray.get(actor.version.remote(), timeout=seconds)
         except (
             errors.ActorUnschedulableError,
             errors.ActorUnavailableError,
@@ -231,17 +231,6 @@ class Cluster:
                 "or give RayOptions(runtime_env=...)."
             )
         return RayHost(ray, actor, node)
-
-    def _version_of(self, actor: Any, until: float) -> str:
-        """Ask a new host for its version, again where a reply was lost. Raises what Ray raises."""
-        ray = self._ray
-        while True:
-            try:
-                version: str = ray.get(actor.version.remote(), timeout=max(0.1, until - time.monotonic()))
-                return version
-            except ray.exceptions.ActorUnavailableError:
-                if time.monotonic() >= until:
-                    raise
 
 
 class HostActor:

@@ -157,7 +157,7 @@ class RelayChannel(Channel):
         for word, value in zip(TOLD, memoryview(words).cast("q"), strict=True):
             mine[word] = value
 
-    def hear_stack(self, text: str) -> None:
+    def hear_stacks(self, text: str) -> None:
         """Note the stacks that were asked for."""
         self._stacks.append(text)
         self._bell.ring()
@@ -403,19 +403,13 @@ class Courier:
         sleepers = []
         for kind, name, *rest in told:
             channel = self._channels.get(name)
-            if kind == frames.ANSWER:
-                if self._waiting.get(name) == rest[0]:
-                    del self._waiting[name]
-                if channel is not None and channel.hear_answer(*rest):
-                    sleepers.append(channel)
-            elif kind == frames.GONE:
+            if kind == frames.GONE:
                 self._waiting.pop(name, None)
-                if channel is not None:
-                    channel.hear_gone(Gone(**rest[0]))
-            elif channel is not None and kind == frames.PROGRESS:
-                channel.hear_progress(*rest)
-            elif channel is not None and kind == frames.STACKS:
-                channel.hear_stack(*rest)
+                rest = [Gone(**rest[0])]
+            elif kind == frames.ANSWER and self._waiting.get(name) == rest[0]:
+                del self._waiting[name]
+            if channel is not None and getattr(channel, f"hear_{kind}")(*rest):
+                sleepers.append(channel)
         for channel in sleepers:  # last: the trainer finds all answers when it is woken once
             channel.rouse()
 
