@@ -257,7 +257,7 @@ class HostActor:
 
 
 class RayHost:
-    """Is a host that a courier calls."""
+    """Is a host that a courier calls; ``name`` says in messages where it is."""
 
     def __init__(self, ray: Any, actor: Any, node: Node) -> None:
         self._ray, self._actor = ray, actor
@@ -265,18 +265,18 @@ class RayHost:
         self.name = f"node {node.name} ({node.id[:8]})"
 
     def call(self, serial: int, sent: list[Frame]) -> Future[list[Frame]]:
-        """Call the relay."""
+        """Call ``Relay.exchange``. If the future raises, the host is lost."""
         refuse_if_disconnected(self._ray)
         answer: Future[list[Frame]] = self._actor.exchange.remote(serial, sent).future()
         return answer
 
     def pulse(self) -> Future[None]:
-        """Ask the actor for a sign of life."""
+        """Ask the actor for a sign of life: the future is done when it comes."""
         answer: Future[None] = self._actor.pulse.remote().future()
         return answer
 
     def end(self) -> None:
-        """Kill the actor; the monitor sees that and kills the workers."""
+        """Kill the actor; the monitor sees that and kills the workers. Does not wait and never raises."""
         try:
             refuse_if_disconnected(self._ray)
             self._ray.kill(self._actor)
