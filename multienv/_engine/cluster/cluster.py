@@ -230,7 +230,7 @@ class Cluster:
                 f"Node {node.name} has multienv {version}, the trainer has {__version__}. Install the same, "
                 "or give RayOptions(runtime_env=...)."
             )
-        return RayHost(ray, actor, node)
+        return RayHost(ray, actor, f"node {node.name} ({node.id[:8]})")
 
 
 class HostActor:
@@ -259,10 +259,8 @@ class HostActor:
 class RayHost:
     """Is a host that a courier calls; ``name`` says in messages where it is."""
 
-    def __init__(self, ray: Any, actor: Any, node: Node) -> None:
-        self._ray, self._actor = ray, actor
-        self.node = node
-        self.name = f"node {node.name} ({node.id[:8]})"
+    def __init__(self, ray: Any, actor: Any, name: str) -> None:
+        self._ray, self._actor, self.name = ray, actor, name
 
     def call(self, serial: int, sent: list[Frame]) -> Future[list[Frame]]:
         """Call ``Relay.exchange``. If the future raises, the host is lost."""
