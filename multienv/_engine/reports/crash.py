@@ -242,13 +242,12 @@ def _env(description: Description | None) -> dict[str, Any] | None:
 
 @cache
 def _versions() -> dict[str, str]:
-    system = platform.uname()
     return {
         "multienv": __version__,
         "python": sys.version.split()[0],
         "gymnasium": gymnasium.__version__,
         "numpy": np.__version__,
-        "platform": f"{system.system} {system.release} {system.machine}",
+        "platform": platform.platform(),
     }
 
 
