@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -87,6 +88,8 @@ def _current_core() -> Callable[[], int]:
 
 
 current_core = _current_core()
+# Lets other processes have the core. Without sched_yield() (not a POSIX system) a sleep of no time does the same.
+give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 def asking_orders(preferred: Mapping[int, int | None]) -> dict[int, tuple[int, ...]]:

@@ -10,14 +10,13 @@ from multienv._engine.building.building import (
     EnvFn,
     WorkerOptions,
     Workers,
-    checked_count,
     checked_env_fn,
     listed_env_fns,
     setting_elsewhere,
 )
 from multienv._engine.cluster.fleet import Fleet, RelayLauncher
 from multienv._engine.interrupts import finalizer
-from multienv._engine.processes.launcher import Preload, method_of
+from multienv._engine.processes.launcher import Preload
 from multienv._engine.recovery.supervisor import abandon_all
 from multienv._engine.wire.messages import Setting
 from multienv._engine.wire.shared_pickle import SharedPickle
@@ -36,16 +35,15 @@ class Nodes:
 
     Args:
         fleet: Whose.
-        context, native_threads: See :class:`~multienv.WorkerOptions`.
+        method: Start method, ``"forkserver"`` or ``"spawn"``.
+        native_threads: See :class:`~multienv.WorkerOptions`.
         first: Index of the first worker.
     """
 
     shares = preloads = False  # a host may be anywhere
 
-    def __init__(self, fleet: Fleet, context: Any, native_threads: int | None, first: int = 0) -> None:
-        self._fleet = fleet
-        self._method, self._native_threads = method_of(context), checked_count("native_threads", native_threads)
-        self._next = first
+    def __init__(self, fleet: Fleet, method: str, native_threads: int | None, first: int = 0) -> None:
+        self._fleet, self._method, self._native_threads, self._next = fleet, method, native_threads, first
 
     def launcher(self, title: str, shared: SharedPickle | None, preload: Preload | None) -> RelayLauncher:
         """Return what launches the processes of the next worker."""

@@ -130,8 +130,7 @@ class LossyHost:
     def _end(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for worker in self.relay._workers.values():
-            if worker.channel is not None:
-                worker.channel.release()
+            worker.channel.release()
         for token in self._tokens:  # an actor's monitor, which is not shared with its trainer, ends with it
             Launch("forkserver").free(token)
         self._open.clear()  # each knows its courier

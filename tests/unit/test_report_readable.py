@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multienv._engine.reports.readable import readable
+from multienv._engine.reports.crash import readable
 from multienv._engine.wire.messages import Call
 
 

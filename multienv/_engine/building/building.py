@@ -78,11 +78,12 @@ class Processes:
     """Places workers in processes beside the trainer: a backend.
 
     Args:
-        context, native_threads: See :class:`WorkerOptions`.
+        method: Start method, ``"forkserver"`` or ``"spawn"``.
+        native_threads: See :class:`WorkerOptions`.
     """
 
-    def __init__(self, context: Any, native_threads: int | None) -> None:
-        self._method, self._native_threads = method_of(context), checked_count("native_threads", native_threads)
+    def __init__(self, method: str, native_threads: int | None) -> None:
+        self._method, self._native_threads = method, native_threads
         self.shares = sys.platform == "linux"  # by memfd_create
         self.preloads = sys.platform == "linux" and self._method == "forkserver"  # by a subreaper
 
@@ -207,7 +208,7 @@ class Workers:
     """Makes supervised workers that have their options in common.
 
     Args:
-        backend: Makes what says where they live, given ``context`` and ``native_threads``.
+        backend: Makes what says where they live, given the start method and ``native_threads``.
         restart, deadlines, context, native_threads, worker_env, preload, worker_seed, starts_at_once, hooks, reports:
             See :class:`WorkerOptions`.
 
@@ -220,7 +221,7 @@ class Workers:
 
     def __init__(
         self,
-        backend: Callable[[Any, int | None], Backend],
+        backend: Callable[[str, int | None], Backend],
         *,
         restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
         deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
@@ -237,7 +238,7 @@ class Workers:
         for name, value, kind in (("restart", restart, RestartPolicy), ("deadlines", deadlines, Deadlines)):
             if not isinstance(value, kind):
                 raise UsageError(f"{name} is {value!r:.100}; give {name}={kind.__name__}(...).")
-        self._backend = backend(context, native_threads)
+        self._backend = backend(method_of(context), checked_count("native_threads", native_threads))
         self._preload = checked_preload(preload, self._backend)
         # Half, so that there is time to build the envs without it.
         self._preload_seconds = None if deadlines.start is None else deadlines.start / 2

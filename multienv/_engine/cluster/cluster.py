@@ -207,7 +207,7 @@ class Cluster:
         try:
             longest = self._options.placement_timeout if self._options.runtime_env else _UP_WITHIN
             seconds = max(_UP_LEAST, min(longest, until - time.monotonic()))
-            version = self._version_of(actor, time.monotonic() + seconds)
+            version: str = ray.get(actor.version.remote(), timeout=seconds)
         except (
             errors.ActorUnschedulableError,
             errors.ActorUnavailableError,
@@ -230,18 +230,7 @@ class Cluster:
                 f"Node {node.name} has multienv {version}, the trainer has {__version__}. Install the same, "
                 "or give RayOptions(runtime_env=...)."
             )
-        return RayHost(ray, actor, node)
-
-    def _version_of(self, actor: Any, until: float) -> str:
-        """Ask a new host for its version, again where a reply was lost. Raises what Ray raises."""
-        ray = self._ray
-        while True:
-            try:
-                version: str = ray.get(actor.version.remote(), timeout=max(0.1, until - time.monotonic()))
-                return version
-            except ray.exceptions.ActorUnavailableError:
-                if time.monotonic() >= until:
-                    raise
+        return RayHost(ray, actor, f"node {node.name} ({node.id[:8]})")
 
 
 class HostActor:
@@ -268,26 +257,24 @@ class HostActor:
 
 
 class RayHost:
-    """Is a host that a courier calls."""
+    """Is a host that a courier calls; ``name`` says in messages where it is."""
 
-    def __init__(self, ray: Any, actor: Any, node: Node) -> None:
-        self._ray, self._actor = ray, actor
-        self.node = node
-        self.name = f"node {node.name} ({node.id[:8]})"
+    def __init__(self, ray: Any, actor: Any, name: str) -> None:
+        self._ray, self._actor, self.name = ray, actor, name
 
     def call(self, serial: int, sent: list[Frame]) -> Future[list[Frame]]:
-        """Call the relay."""
+        """Call ``Relay.exchange``. If the future raises, the host is lost."""
         refuse_if_disconnected(self._ray)
         answer: Future[list[Frame]] = self._actor.exchange.remote(serial, sent).future()
         return answer
 
     def pulse(self) -> Future[None]:
-        """Ask the actor for a sign of life."""
+        """Ask the actor for a sign of life: the future is done when it comes."""
         answer: Future[None] = self._actor.pulse.remote().future()
         return answer
 
     def end(self) -> None:
-        """Kill the actor; the monitor sees that and kills the workers."""
+        """Kill the actor; the monitor sees that and kills the workers. Does not wait and never raises."""
         try:
             refuse_if_disconnected(self._ray)
             self._ray.kill(self._actor)

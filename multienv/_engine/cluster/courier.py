@@ -24,9 +24,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from multienv._engine.cluster import frames
+from multienv._engine.cluster.cluster import RayHost
 from multienv._engine.cluster.frames import Frame
 from multienv._engine.cluster.relay import HOLD, TOLD
 from multienv._engine.interrupts import finalizer, interruptible, shielded
@@ -157,7 +158,7 @@ class RelayChannel(Channel):
         for word, value in zip(TOLD, memoryview(words).cast("q"), strict=True):
             mine[word] = value
 
-    def hear_stack(self, text: str) -> None:
+    def hear_stacks(self, text: str) -> None:
         """Note the stacks that were asked for."""
         self._stacks.append(text)
         self._bell.ring()
@@ -233,24 +234,6 @@ class RelayChannel(Channel):
                 self.release()
 
 
-class RemoteHost(Protocol):
-    """A relay, as the courier sees it."""
-
-    name: str  # where it is, for messages
-
-    def call(self, serial: int, sent: list[Frame]) -> Future[list[Frame]]:
-        """Call ``Relay.exchange``. If the future raises, the host is lost."""
-        ...
-
-    def pulse(self) -> Future[None]:
-        """Ask for a sign of life: the future is done when it comes."""
-        ...
-
-    def end(self) -> None:
-        """End the host, its workers included; does not wait and never raises."""
-        ...
-
-
 class Courier:
     """Carries frames between the channels of one host and its relay.
 
@@ -268,7 +251,7 @@ class Courier:
 
     def __init__(
         self,
-        connect: Callable[[Callable[[], bool]], RemoteHost],
+        connect: Callable[[Callable[[], bool]], RayHost],
         trouble: Callable[[], str] = str,
         *,
         suspect_after: float,
@@ -278,7 +261,7 @@ class Courier:
         self.error: Exception | None = None
         self._connect, self._trouble = connect, trouble
         self._suspect_after = suspect_after
-        self._host: RemoteHost | None = None
+        self._host: RayHost | None = None
         self._names = itertools.count(1)
         self._channels: weakref.WeakValueDictionary[int, RelayChannel] = weakref.WeakValueDictionary()
         self._outbox: deque[Frame] = deque()
@@ -353,7 +336,7 @@ class Courier:
     def _loss_of(self, channel: RelayChannel) -> Gone:
         return Gone("died", pid=channel.pid, detail=f"its host on {self.name} is lost ({self.lost.rstrip('.')})")
 
-    def _look(self, host: RemoteHost) -> None:
+    def _look(self, host: RayHost) -> None:
         """Hear what has come, send what there is, and wait for more."""
         self._bell.silence()
         while self._ended:
@@ -366,7 +349,7 @@ class Courier:
             self._look_at = now + nap
             readable((self._bell.descriptor,), nap)
 
-    def _send(self, host: RemoteHost, now: float) -> None:
+    def _send(self, host: RayHost, now: float) -> None:
         """Make a call with all frames that lie in the outbox, or one that only waits for answers."""
         given: list[Frame] = []
         while self._outbox and len(self._calls) < _CALLS:
@@ -403,23 +386,17 @@ class Courier:
         sleepers = []
         for kind, name, *rest in told:
             channel = self._channels.get(name)
-            if kind == frames.ANSWER:
-                if self._waiting.get(name) == rest[0]:
-                    del self._waiting[name]
-                if channel is not None and channel.hear_answer(*rest):
-                    sleepers.append(channel)
-            elif kind == frames.GONE:
+            if kind == frames.GONE:
                 self._waiting.pop(name, None)
-                if channel is not None:
-                    channel.hear_gone(Gone(**rest[0]))
-            elif channel is not None and kind == frames.PROGRESS:
-                channel.hear_progress(*rest)
-            elif channel is not None and kind == frames.STACKS:
-                channel.hear_stack(*rest)
+                rest = [Gone(**rest[0])]
+            elif kind == frames.ANSWER and self._waiting.get(name) == rest[0]:
+                del self._waiting[name]
+            if channel is not None and getattr(channel, f"hear_{kind}")(*rest):
+                sleepers.append(channel)
         for channel in sleepers:  # last: the trainer finds all answers when it is woken once
             channel.rouse()
 
-    def _look_for_silence(self, host: RemoteHost, now: float) -> None:
+    def _look_for_silence(self, host: RayHost, now: float) -> None:
         """See whether the host is silent for too long. While this process was stopped, it could not hear anybody."""
         late = now - self._look_at
         if late > _LATE:

@@ -61,7 +61,10 @@ class Seat:
                     self.avoided.add(self.node)
                 courier = None
             if courier is None:
-                courier = self.courier = self._fleet.courier(self)
+                fleet = self._fleet
+                fleet.refuse_if_lost()
+                suspect_after = fleet.options.suspect_after
+                courier = self.courier = Courier(self.connect, fleet.trouble, suspect_after=suspect_after)
             return courier
 
     def connect(self, is_wanted: Callable[[], bool]) -> RayHost:
@@ -146,11 +149,6 @@ class Fleet:
                 seat.cpus = max(1, min(seat.cpus, count))
 
     # --- hosts ----------------------------------------------------------------------------------------
-
-    def courier(self, seat: Seat) -> Courier:
-        """Return a courier that has a host made for this seat."""
-        self.refuse_if_lost()
-        return Courier(seat.connect, self.trouble, suspect_after=self.options.suspect_after)
 
     def pick(self, seat: Seat, nodes: Sequence[Node], tried: Collection[str]) -> Node | None:
         """Choose the node for the next host of a seat; ``None``: none has so many CPUs free."""

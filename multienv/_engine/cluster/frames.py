@@ -1,7 +1,8 @@
 """What travels between a courier and its relay: lists of frames.
 
 A frame is a tuple whose first item says what it is and whose second one names a channel. For each kind that the trainer
-sends, the relay has a method with that name after ``_do_``.
+sends, the relay has a method with that name after ``_do_``; for each kind of the relay's, the channel has one after
+``hear_``.
 """
 
 from __future__ import annotations

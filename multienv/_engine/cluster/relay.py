@@ -24,7 +24,7 @@ from multienv._engine.processes.launcher import Launch
 from multienv._engine.processes.worker_process import crowd_seconds
 from multienv._engine.threads import Bell
 from multienv._engine.wire.banks import HEAD, STEPPED, BankLayout
-from multienv._engine.wire.segment import BUSY, LOSS_SECONDS, PID, REPLY_PAYLOAD, RESIDENT, Segment
+from multienv._engine.wire.segment import BUSY, LOSS_SECONDS, PID, REPLY_PAYLOAD, RESIDENT
 
 # Seconds a call waits for answers at the most, and for further ones after the first.
 HOLD = 1.0
@@ -38,32 +38,21 @@ TOLD = (*range(BUSY, BUSY + 3), *range(PID, PID + 9))
 
 
 class Relayed:
-    """Holds one worker, and what was asked of it last.
+    """Holds one worker, and what was asked of it last."""
 
-    Args:
-        channel: Its channel; ``None``: it could not be launched.
-        gone: How it ended, if it is known already.
-    """
-
-    def __init__(self, channel: Channel | None, gone: Gone | None = None) -> None:
-        self.channel = channel
-        self.gone = gone
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.segment = channel, channel.segment
+        self.gone: Gone | None = None  # how it ended
         self.asked = 0  # the request whose answer is to be told; 0: none
         self.posted = 0  # the newest request that it was given
         self.is_told = False  # that it is gone
         self.is_ending = False  # a thread kills or closes it, and tells of its end
         self.looked = 0.0
 
-    @property
-    def segment(self) -> Segment:
-        """Return the segment that it shares with its worker."""
-        assert self.channel is not None
-        return self.channel.segment
-
     def post(self, number: int, layout: BankLayout | None, mean: float, part: bytes, payload: bytes | None) -> None:
         """Give the worker a request, unless it has it already; ``mean``: time between two losses."""
         self.asked = number
-        if self.posted == number or self.channel is None or self.is_ending or self.gone is not None:
+        if self.posted == number or self.is_ending or self.gone is not None:
             return
         segment = self.segment
         if layout is not None and layout != segment.layout:
@@ -75,17 +64,10 @@ class Relayed:
         self.posted = number
         self.channel.ring(number)
 
-    @property
-    def awaited(self) -> tuple[Channel, int]:
-        """Return the channel and the request that is asked of it."""
-        assert self.channel is not None
-        return self.channel, self.asked
-
     def look(self) -> None:
         """Note how the worker has ended, if it has not answered."""
-        channel, number = self.awaited
-        if not channel.answered(number):
-            self.gone = channel.lose()
+        if not self.channel.answered(self.asked):
+            self.gone = self.channel.lose()
 
     def words(self) -> bytes:
         """Return the control words that the trainer reads."""
@@ -152,12 +134,10 @@ class Relay:
             is_done = not (waiting or self._asides) and (told or not is_poll)
             if is_done or self._newest != mine or now >= until:
                 break
-            for index in wait_any([one.awaited for one in waiting], until, self._bell):
+            for index in wait_any([(one.channel, one.asked) for one in waiting], until, self._bell):
                 waiting[index].look()
         return told or [
-            (frames.PROGRESS, name, worker.words())
-            for name, worker in self._workers.items()
-            if worker.asked and worker.channel is not None
+            (frames.PROGRESS, name, worker.words()) for name, worker in self._workers.items() if worker.asked
         ]
 
     def _look(self, told: list[Frame]) -> list[Relayed]:
@@ -169,7 +149,7 @@ class Relay:
             if worker.gone is not None and not worker.is_told:
                 worker.is_told, worker.asked = True, 0
                 told.append((frames.GONE, name, vars(worker.gone)))
-            elif worker.asked and worker.channel is not None and worker.gone is None and not worker.is_ending:
+            elif worker.asked and worker.gone is None and not worker.is_ending:
                 if worker.channel.answered(worker.asked):
                     told.append(self._answer(name, worker))
                 else:
@@ -186,31 +166,32 @@ class Relay:
         return frames.ANSWER, name, number, worker.words(), bytes(bank.view[: HEAD.size]), rows, payload
 
     def _break(self, name: int, error: Exception) -> None:
-        """Note that a worker is lost because its relay failed."""
-        worker = self._workers.setdefault(name, Relayed(None))
-        if worker.gone is None:
-            worker.gone = Gone("broken", detail=f"its relay failed: {type(error).__name__}: {error}")
+        """Tell that a worker is lost because its relay failed, or that it could not be launched."""
+        worker = self._workers.get(name)
+        gone = Gone("broken", detail=f"its relay failed: {type(error).__name__}: {error}")
+        if worker is None:
+            self._news.append((frames.GONE, name, vars(gone)))
+        elif worker.gone is None:
+            worker.gone = gone
 
     # --- what the trainer asks: for each kind of its frames a method of that name -------------------
 
-    def _start(self, name: int, make: Callable[[], Channel | None]) -> None:
+    def _keep(self, name: int, channel: Channel | None) -> None:
         """Keep a worker under this name."""
-        try:
-            channel = make()
-            gone = None if channel is not None else Gone("died", detail="its snapshot is gone")
-        except Exception as error:  # no descriptor is left, for instance
-            channel, gone = None, Gone("broken", detail=f"it could not be launched: {type(error).__name__}: {error}")
-        self._workers[name] = Relayed(channel, gone)
+        if channel is None:
+            self._news.append((frames.GONE, name, vars(Gone("died", detail="its snapshot is gone"))))
+        else:
+            self._workers[name] = Relayed(channel)
 
     def _do_launch(self, name: int, method: str, native_threads: int | None, title: str) -> None:
-        self._start(name, Launch(method, native_threads, title).start)
+        self._keep(name, Launch(method, native_threads, title).start())
 
     def _do_wake(self, name: int, lost: int) -> None:
         worker = self._workers.get(lost)
-        self._start(name, lambda: None if worker is None or worker.channel is None else worker.channel.wake())
+        self._keep(name, None if worker is None else worker.channel.wake())
 
     def _do_wake_kept(self, name: int, token: int) -> None:
-        self._start(name, lambda: _SNAPSHOTS.wake_kept(token))
+        self._keep(name, _SNAPSHOTS.wake_kept(token))
 
     def _do_free(self, token: int) -> None:
         _SNAPSHOTS.free(token)
@@ -226,7 +207,7 @@ class Relay:
 
     def _do_stack(self, name: int) -> None:
         worker = self._workers.get(name)
-        if worker is not None and worker.channel is not None:
+        if worker is not None:
             channel = worker.channel
             self._aside(lambda: (frames.STACKS, name, channel.stack()))
 
@@ -242,13 +223,13 @@ class Relay:
 
     def _do_release(self, name: int) -> None:
         worker = self._workers.pop(name, None)
-        if worker is not None and worker.channel is not None:
+        if worker is not None:
             worker.channel.release()
 
     def _end(self, name: int, end: Callable[[Channel], Gone]) -> None:
         """End a worker in a thread, unless it has ended, and tell how it ended."""
         worker = self._workers.get(name)
-        if worker is None or worker.channel is None or worker.gone is not None:
+        if worker is None or worker.gone is not None:
             return
         channel, worker.is_ending = worker.channel, True
 

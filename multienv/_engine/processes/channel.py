@@ -6,15 +6,15 @@ has ended. A wait may be interrupted and repeated: reading a reply does not use 
 
 from __future__ import annotations
 
-import os
 import select
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
+from multienv._engine.cores import give_way
 from multienv._engine.interrupts import interruptible
 from multienv._engine.threads import Bell
 from multienv._engine.wire.segment import CORE, PID, REPLY, RESIDENT, SPINNERS, TRAINER_SLEEPS, Segment
@@ -44,10 +44,6 @@ class SystemErrors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
         """Return true, which suppresses the error, for an OSError with ``errno``."""
         return isinstance(error, OSError) and error.errno is not None
-
-
-# Without sched_yield() (not a POSIX system) a sleep of no time does the same.
-give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 @dataclass(frozen=True, slots=True)

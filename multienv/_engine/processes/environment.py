@@ -38,11 +38,6 @@ def worker_environment(native_threads: int | None = 1) -> dict[str, str]:
     return environment
 
 
-def unset_thread_variables() -> list[str]:
-    """Return the variables of thread pools that the user has not set."""
-    return [name for name in THREAD_VARIABLES if name not in os.environ]
-
-
 def working_directory() -> str:
     """Return the trainer's working directory; empty if it has been deleted."""
     try:

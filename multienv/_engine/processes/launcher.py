@@ -34,9 +34,9 @@ from multienv._engine.interrupts import finalizer
 from multienv._engine.processes.channel import Fate, SystemErrors
 from multienv._engine.processes.endings import end_all
 from multienv._engine.processes.environment import (
+    THREAD_VARIABLES,
     import_path,
     refuse_other_namespace,
-    unset_thread_variables,
     worker_environment,
 )
 from multienv._engine.processes.leftovers import end_orphans, remove_folder
@@ -181,8 +181,7 @@ class Launch:
         """Launch a process; does not wait for it. Raises SystemLimitError, UsageError, ClosedError."""
         preload = self.preload if self.preload is not None and self.preload.names else None
         token = 0 if preload is None else preload.token
-        title = self.title or "multienv worker"
-        order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, token, title)
+        order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, token, self.title)
         shared = -1 if self.shared is None else self.shared.handed()
         return run_uninterrupted(partial(_launched, order, shared, preload))
 
@@ -411,7 +410,7 @@ def _command(control: int, folder: str) -> list[str]:
         "signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5); "
     )
     run = "import json; from multienv._engine.processes.monitor import main; main(*json.loads(sys.argv[1]))"
-    settings = [control, LIGHT, spawn, unset_thread_variables(), folder]
+    settings = [control, LIGHT, spawn, [name for name in THREAD_VARIABLES if name not in os.environ], folder]
     return [*interpreter, "-c", where + watch + run, json.dumps(settings)]
 
 

@@ -209,13 +209,6 @@ def open_descriptors() -> set[int]:
     """Return the numbers of all descriptors of this process."""
     for directory in ("/proc/self/fd", "/dev/fd"):
         with contextlib.suppress(OSError):
-            return set(filter(_is_open, map(int, os.listdir(directory))))  # that of the list itself is closed again
+            # That of the list itself is closed again.
+            return {int(name) for name in os.listdir(directory) if os.path.lexists(f"{directory}/{name}")}
     return set(range(3, 1024))
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True

@@ -343,9 +343,7 @@ class Monitor:
         elif order.operation == STACK:
             worker.stack_text.clear()
             worker.stack_due = time.monotonic() + STACK_GRACE
-            if worker_main.STACK_SIGNAL is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, worker_main.STACK_SIGNAL)
+            kill([worker.pid], worker_main.STACK_SIGNAL)
 
     def _launch(self, order: Order, descriptors: list[int]) -> None:
         """Fork a worker, from its template if that is good; or have it wait until that is known."""

@@ -10,6 +10,7 @@ from typing import Any
 from multienv._engine.interrupts import runs_user_code
 from multienv._engine.processes.channel import Channel, Fate, Gone
 from multienv._engine.wire.segment import PID, REPLY, REQUEST, Segment
+from multienv._engine.worker.replies import exit_code
 from multienv.events import LossCause
 
 
@@ -46,8 +47,7 @@ class SerialChannel(Channel):
         try:
             self._host.handle(number)
         except SystemExit as error:  # in a worker this would end the process
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            self._gone = Gone("died", Fate(code), self.pid, number)
+            self._gone = Gone("died", Fate(exit_code(error)), self.pid, number)
             raise replace(self._gone) from error
         self.segment.words[REPLY] = number
         return True

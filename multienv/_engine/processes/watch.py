@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from time import monotonic
 from typing import Any, NamedTuple
 
-from multienv._engine.cores import current_core
+from multienv._engine.cores import current_core, give_way
 from multienv._engine.interrupts import interruptible
 from multienv._engine.native import native
-from multienv._engine.processes.channel import FIRST_SLEEP_SECONDS, SPIN_SECONDS, SPINS, Channel, give_way
+from multienv._engine.processes.channel import FIRST_SLEEP_SECONDS, SPIN_SECONDS, SPINS, Channel
 from multienv._engine.threads import Bell
 from multienv._engine.wire.segment import BOUND, REPLY, TRAINER_SLEEPS
 

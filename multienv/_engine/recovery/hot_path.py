@@ -19,8 +19,9 @@ from typing import Any
 from gymnasium.spaces import Discrete
 from numpy import int64
 
+from multienv._engine.cores import give_way
 from multienv._engine.native import native
-from multienv._engine.processes.channel import SPIN_SECONDS, Channel, give_way
+from multienv._engine.processes.channel import SPIN_SECONDS, Channel
 from multienv._engine.processes.watch import Watched
 from multienv._engine.recovery.state_machine import EPISODE_OVER, RUNNING, State
 from multienv._engine.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP, INT_STEP

@@ -6,11 +6,13 @@ The document says what happened, what was asked, what became of it, and how the 
 
 from __future__ import annotations
 
+import json
+import math
 import platform
 import sys
 import zlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from datetime import datetime, timezone
 from functools import cache, partial
 from pathlib import Path
@@ -22,7 +24,6 @@ import numpy as np
 from gymnasium.vector.utils import batch_space
 
 from multienv._engine.reports import store
-from multienv._engine.reports.readable import readable
 from multienv._engine.reports.texts import how_lost, replay_command, signal_name, what_happened
 from multienv._engine.version import __version__
 from multienv._engine.wire.actions import action_decoder
@@ -35,6 +36,11 @@ FORMAT = "multienv-report"
 VERSION = 12
 # Bytes of pickled functions that a report has room for.
 _MOST_ENV_FNS = store.REPORT_BYTES // 2
+# Elements of an array, and members of a container, that are shown.
+_SHOWN = 1000
+_DEEPEST = 8
+# Characters of what is shown of one value.
+_LONGEST = 2**20
 _NO_JOURNAL = (
     "its journal has outgrown the RestartPolicy's journal_limit or replay_limit, and begins where no replay can begin; "
     "or too many workers were lost at once for their journals to be kept"
@@ -236,11 +242,35 @@ def _env(description: Description | None) -> dict[str, Any] | None:
 
 @cache
 def _versions() -> dict[str, str]:
-    system = platform.uname()
     return {
         "multienv": __version__,
         "python": sys.version.split()[0],
         "gymnasium": gymnasium.__version__,
         "numpy": np.__version__,
-        "platform": f"{system.system} {system.release} {system.machine}",
+        "platform": platform.platform(),
     }
+
+
+def readable(value: Any) -> Any:
+    """Return a JSON value that shows ``value``; arrays with their dtype, what JSON has no form for as text."""
+    shown = _readable(value, 0)
+    return shown if len(json.dumps(shown)) <= _LONGEST else f"{shown!r:.1000}"
+
+
+def _readable(value: Any, depth: int) -> Any:
+    if value is None or type(value) in (bool, str, int) or (type(value) is float and math.isfinite(value)):
+        return value
+    if depth < _DEEPEST:
+        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.size <= _SHOWN:
+            values = _readable(value.tolist(), depth + 1)
+            return {"dtype": value.dtype.name, "shape": list(value.shape), "values": values}
+        if isinstance(value, Mapping) and len(value) <= _SHOWN:
+            return {str(key): _readable(member, depth + 1) for key, member in value.items()}
+        if isinstance(value, tuple | list) and len(value) <= _SHOWN:
+            return [_readable(member, depth + 1) for member in value]
+        if is_dataclass(value) and not isinstance(value, type):
+            return {field.name: _readable(getattr(value, field.name), depth + 1) for field in fields(value)}
+    try:
+        return f"{value!r:.1000}"
+    except Exception:  # code of the user
+        return f"<a {type(value).__name__}>"

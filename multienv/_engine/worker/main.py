@@ -20,13 +20,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import cloudpickle
 
+from multienv._engine.cores import give_way
 from multienv._engine.native import native
 from multienv._engine.wire.banks import STEP
 from multienv._engine.wire.messages import Build, Setting
@@ -48,10 +48,11 @@ from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors
 from multienv._engine.worker.imports import noted
 from multienv._engine.worker.main_module import stand_in
 from multienv._engine.worker.module_values import set_module_values
+from multienv._engine.worker.replies import exit_code
 from multienv._engine.worker.snapshots import Snapshots, Woken
 
 # Sent to a worker that hangs: faulthandler then writes the stacks of all threads, also while C code runs.
-STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
+STACK_SIGNAL = signal.SIGUSR2
 # The exit code of a worker whose own loop failed, which is a defect of multienv.
 LOOP_FAILED = 70
 
@@ -68,33 +69,28 @@ SLOW = 1e-3
 # Weight of a new sample in the time of a step.
 _SMOOTHING = 0.1
 
-_give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
-MakeHost = Callable[..., Any]
 _AT_ONCE = int(getattr(socket, "MSG_NOSIGNAL", 0)) | int(socket.MSG_DONTWAIT)
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_NAME = 15
 
 
-def main(descriptors: WorkerDescriptors, title: str = "", make_host: MakeHost | None = None) -> NoReturn:
+def main(descriptors: WorkerDescriptors, title: str) -> NoReturn:
     """Serve requests until the end; never returns.
 
     Args:
         descriptors: The worker's descriptors.
         title: What ``ps`` shows.
-        make_host: Makes the host, as ``multienv._engine.worker.host.Host`` does.
     """
     code = LOOP_FAILED
     try:
         take_signals()
         set_title(title)
-        if make_host is None:
-            from multienv._engine.worker.host import Host
-
-            make_host = Host
-        _live(descriptors, make_host)
+        _live(descriptors)
         code = 0
-    except SystemExit as exit_:
-        code = _exit_code(exit_)
+    except SystemExit as error:
+        code = exit_code(error)
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -110,8 +106,10 @@ def spawned(title: str, *numbers: str) -> NoReturn:
     main(WorkerDescriptors.of(*map(int, numbers)), title)
 
 
-def _live(descriptors: WorkerDescriptors, make_host: MakeHost) -> None:
+def _live(descriptors: WorkerDescriptors) -> None:
     """Serve requests; when a snapshot of this process is woken, go on here in the copy, with its new descriptors."""
+    from multienv._engine.worker.host import Host
+
     segment, number, woken = _take_up(descriptors), 0, False
     forks = Forks(segment)
     snapshots = Snapshots(segment, descriptors, forks.fork)
@@ -122,7 +120,7 @@ def _live(descriptors: WorkerDescriptors, make_host: MakeHost) -> None:
         affinity.start()
 
     load = partial(_load, _take_shared(segment, descriptors))
-    host = make_host(segment, on_build=on_build, on_keep=snapshots.keep, load=load, code=noted)
+    host = Host(segment, on_build=on_build, on_keep=snapshots.keep, load=load, code=noted)
     while True:
         try:
             if woken:
@@ -210,10 +208,9 @@ def _differs(words: Any, last: int) -> bool:
     """Poll for another request than ``last`` for a while; each time, yield the core to other processes."""
     if native is not None:  # serve() has looked
         return False
-    clock, give_way = time.perf_counter, _give_way
-    until = clock() + SPIN_SECONDS
+    until = time.perf_counter() + SPIN_SECONDS
     while words[REQUEST] == last:
-        if clock() > until:
+        if time.perf_counter() > until:
             return False
         give_way()
     return True
@@ -275,17 +272,15 @@ class Forks:
 
 def take_signals() -> None:
     """Set the signal handlers of a worker, before the env may set its own."""
-    for name in ("SIGTERM", "SIGCHLD", "SIGHUP", "SIGALRM", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _take_up(descriptors: WorkerDescriptors) -> Segment:
     """Open the file where stacks are written for the monitor, and map the segment."""
     faulthandler.enable(descriptors.stack, all_threads=True)
-    if STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, file=descriptors.stack, all_threads=True, chain=False)
+    faulthandler.register(STACK_SIGNAL, file=descriptors.stack, all_threads=True, chain=False)
     segment = Segment(descriptors.memory)
     segment.words[PID] = os.getpid()
     return segment
@@ -363,12 +358,3 @@ def set_title(title: str) -> None:
         start, end = int(fields[45]), int(fields[46])
         if start and end - start > len(data):
             ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
-
-
-def _exit_code(exit_: SystemExit) -> int:
-    if exit_.code is None:
-        return 0
-    if isinstance(exit_.code, int):
-        return exit_.code & 0xFF
-    print(exit_.code, file=sys.stderr)
-    return 1

@@ -69,6 +69,11 @@ def failure_of(error: BaseException) -> Failure:
     )
 
 
+def exit_code(error: SystemExit) -> int:
+    """Return the exit code of a process that this exception ends."""
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
 def _text_of(value: object) -> str:
     try:
         return str(value)
