@@ -23,11 +23,12 @@ from multienv._engine.cores import give_way
 from multienv._engine.native import native
 from multienv._engine.processes.channel import SPIN_SECONDS, Channel
 from multienv._engine.processes.watch import Watched
-from multienv._engine.recovery.state_machine import EPISODE_OVER, RUNNING, State
+from multienv._engine.recovery.state_machine import EPISODE_OVER, RESETTING, RESETTING_ASYNC, RUNNING, Kind, State
 from multienv._engine.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP, INT_STEP
 from multienv._engine.wire.banks import BEGIN, ENDED, STEP, STEPPED
 from multienv._engine.wire.codecs import REWARD_TYPES, Codec
 from multienv._engine.wire.infos import NO_COLUMNS, Extras, NumberInfos, described
+from multienv._engine.wire.messages import BEGINNING
 from multienv._engine.wire.segment import REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS
 from multienv.errors import MultienvError
 
@@ -120,6 +121,21 @@ def plain_heads(*, verbatim: bool) -> dict[int, int]:
         for reward in rewards
     }
     return heads | {BEGIN | STEPPED << 16: BEGINS} if verbatim else heads
+
+
+def begin(supervisor: Any, waits: bool) -> bool:
+    """Have a single env's reset that carries nothing pending, if its episode has ended and nothing else is due.
+
+    Returns:
+        Whether it is: the ``Supervisor`` publishes it.
+    """
+    maintenance = supervisor.maintenance
+    if supervisor.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
+        return False
+    supervisor.reporter.asked = ()
+    supervisor.pending.begin(BEGINNING, b"", supervisor.pending.limit_of(Kind.RESET))
+    supervisor.state = RESETTING if waits else RESETTING_ASYNC
+    return True
 
 
 def ask(

@@ -408,6 +408,10 @@ class Recoverer:
     def _tell_worker(self, channel: Channel) -> None:
         """Tell a new process how often processes were lost."""
         channel.segment.words[RESTARTS] = self.restarts
+        self.tell_losses(channel)
+
+    def tell_losses(self, channel: Channel) -> None:
+        """Tell a process how often processes are lost: so often it takes snapshots."""
         if self.losses.count:
             channel.segment.times[LOSS_SECONDS] = self.losses.mean
 

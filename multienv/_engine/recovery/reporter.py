@@ -254,7 +254,7 @@ class Reporter:
         self.events += self._for_hooks(loss)
         return loss
 
-    def log_progress(self, doing: str, progress: RecoveryProgress) -> None:
+    def log_doing(self, doing: str, progress: RecoveryProgress) -> None:
         """Log what a recovery or a replacement by plan is doing if it takes long."""
         what = "being moved to a new process" if progress.planned else "being recovered"
         seconds = time.monotonic() - progress.began

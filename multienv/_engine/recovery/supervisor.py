@@ -8,8 +8,7 @@ caller has seen.
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
 and the next call collects it. Another signal handler may raise anywhere: then the process counts as lost
 (``count_as_lost``), and the next call recovers the envs to where the caller saw them last. So only the last assignment
-of ``_happen`` is written with an exception in mind. While a process takes over from another one, the state says that
-there is none, or a lost one.
+of ``_happen`` is written with an exception in mind.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from multienv._engine.processes.channel import Channel, Gone, SystemErrors
 from multienv._engine.processes.endings import SOON, Closing, let_go
 from multienv._engine.recovery import checkpoint
 from multienv._engine.recovery.answers import Answers, Read
-from multienv._engine.recovery.hot_path import BEGINS, MISSING, SAMPLE, ask, buffers_of, take
+from multienv._engine.recovery.hot_path import BEGINS, MISSING, SAMPLE, ask, begin, buffers_of, take
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery
 from multienv._engine.recovery.maintenance import Maintenance, Replacement
@@ -90,7 +89,7 @@ from multienv._engine.wire.messages import (
     Rollout,
     pack_message,
 )
-from multienv._engine.wire.segment import ASKED, LOSS_SECONDS, REQUEST
+from multienv._engine.wire.segment import ASKED, REQUEST
 from multienv._engine.worker.starts import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import ClosedError, MultienvError, UsageError, WaitTimeout
@@ -104,7 +103,6 @@ _INTERRUPTED = "it was ended, because an exception of a signal handler struck in
 # Instructions that block for long: a caller that has other workers to wait for leaves them to a thread.
 _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
-
 
 # All there are in this process.
 _supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
@@ -200,9 +198,7 @@ class Supervisor:
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
-        self.recoverer = Recoverer(
-            launcher, policy, deadlines, journal, self.reporter.log_progress, self.reporter.env_in
-        )
+        self.recoverer = Recoverer(launcher, policy, deadlines, journal, self.reporter.log_doing, self.reporter.env_in)
         self.closing = Closing(self.recoverer.ask_to_close, deadlines.close)
         self.channel: Channel | None = None
         self.loss_recovery: LossRecovery | None = None
@@ -356,6 +352,9 @@ class Supervisor:
             waits: The caller collects the answer in the same call.
         """
         with self.lock:
+            if message is BEGINNING and begin(self, waits):
+                self._publish()
+                return
             request = request_of(name, message, waits)
             self.check(name, request.kind)
             is_reset = request.kind is Kind.RESET
@@ -622,7 +621,8 @@ class Supervisor:
             self.position.count_reset({0: None}, number)
         else:
             self.position.count_step(answer, self.segment, number)
-        self.apply_limits(number)
+        if not number & SAMPLE or self.answers.started == number or self.maintenance.recycling.wanted:
+            self.apply_limits(number)
 
     def resume(self) -> Any:
         """Return the answer to the pending request; if none is pending, return the last answer again."""
@@ -740,10 +740,8 @@ class Supervisor:
             self._kept.free_dropped()
         channel, position = self.channel, self.position
         if channel is not None:
-            losses = self.recoverer.losses
-            losses.seconds += position.count_time(channel.segment)
-            if losses.count:
-                channel.segment.times[LOSS_SECONDS] = losses.mean
+            self.recoverer.losses.seconds += position.count_time(channel.segment)
+            self.recoverer.tell_losses(channel)
             position.note_starts(self.answers.starts if number and self.answers.started == number else starts)
             position.journal.apply_limits(position.seconds, channel.segment.words)
             if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:
