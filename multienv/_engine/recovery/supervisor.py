@@ -352,7 +352,7 @@ class Supervisor:
             waits: The caller collects the answer in the same call.
         """
         with self.lock:
-            if message is BEGINNING and begin(self, waits):
+            if message is BEGINNING and self.state.episode is Episode.ENDED and begin(self, waits):
                 self._publish()
                 return
             request = request_of(name, message, waits)
