@@ -176,7 +176,7 @@ MUTANTS = [
         "A replay cannot begin at a reset inside a rollout.",
         5,
         "recovery.rollouts:RolloutReader.read",
-        "reply.starts += answers.starts",
+        "reply.replay_points += answers.points",
         "pass",
         ("tests/faults/test_rollouts_and_kills.py",),
     ),
@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "A replay does not put back the generators of an env before the reset that it begins with.",
         2,
-        "starts:Starts.before_reset",
+        "replay_points:ReplayPoints.before_reset",
         "seeding.restore(self._envs[slot], generators)",
         "",
         SIMULATED_STARTS,
@@ -268,9 +268,9 @@ MUTANTS = [
         "A reset that raised is told of as one at which a replay can begin.",
         2,
         "env_group:EnvGroup.begin",
-        "self.starts.forget(slot)",
+        "self.replay_points.forget(slot)",
         "",
-        ("tests/unit/test_worker_starts.py",),
+        ("tests/unit/test_worker_replay_points.py",),
     ),
     Mutant(
         "What an env showed before the reset that its replay begins with is compared.",
@@ -677,8 +677,8 @@ MUTANTS = [
         "A replay begins at a reset though the caller has seen too little since to prove it.",
         3,
         "journal:History.proven",
-        "tuple(one for one in self.starts if one.number < self.ended)",
-        "self.starts",
+        "tuple(one for one in self.replay_points if one.number < self.ended)",
+        "self.replay_points",
         UNIT_JOURNAL,
     ),
     Mutant(
@@ -1250,7 +1250,7 @@ MUTANTS = [
         "A replay in which envs that share generators begin at different requests is believed.",
         3,
         "host:Host._run",
-        "group.starts.has_drawn",
+        "group.replay_points.has_drawn",
         "False",
     ),
     Mutant(
@@ -1655,7 +1655,7 @@ MUTANTS = [
     Mutant(
         "The process of the next episode draws what that of the last one has drawn.",
         2,
-        "starts:Starts.before_reset",
+        "replay_points:ReplayPoints.before_reset",
         "first and not generators",
         "False",
         RECYCLING,

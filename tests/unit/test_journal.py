@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kit.interruption import Interruption
 from multienv._engine.recovery import journal as journal_module
-from multienv._engine.recovery.journal import Journal, Plan, Start, replays_of
+from multienv._engine.recovery.journal import Journal, Plan, ReplayPoint, replays_of
 from multienv.config import RestartPolicy
 
 STRIDE, SLOTS = 16, 2
@@ -77,7 +77,7 @@ class Model(RuleBasedStateMachine):
         self.calls = [Asked(self.number, payload) for payload in payloads]
         self.all_calls = list(self.calls)  # those too that trim() has let go
         self.asked: list[Asked] = []
-        self.starts: list[list[Start]] = [[] for _ in range(SLOTS)]
+        self.starts: list[list[ReplayPoint]] = [[] for _ in range(SLOTS)]
         self.ended = [0] * SLOTS
         self.whole, self.built, self.is_affordable = [True] * SLOTS, None, True
         self.construction = self.number
@@ -118,8 +118,8 @@ class Model(RuleBasedStateMachine):
         for slot in ended:
             self.ended[slot] = number
         for slot in started:
-            start = Start(number, self.seconds, b"%d of %d" % (number, slot))
-            self.repeat(partial(self.journal.note_start, slot, number, start.generators, start.seconds), cuts)
+            start = ReplayPoint(number, self.seconds, b"%d of %d" % (number, slot))
+            self.repeat(partial(self.journal.note_replay_point, slot, number, start.generators, start.seconds), cuts)
             self.starts[slot].append(start)
 
     @rule(count=st.integers(1, 3), slots=SOME_SLOTS | st.just({*range(SLOTS)}))
@@ -206,8 +206,8 @@ class Model(RuleBasedStateMachine):
         assert sum(map(len, self.journal.entries.values())) <= limit
         wanted = [newest + 1] if newest else []
         for slot, history in enumerate(self.journal.histories):
-            assert all(one in self.starts[slot] for one in history.starts)
-            wanted += [one.number for one in history.starts[:1]]
+            assert all(one in self.starts[slot] for one in history.replay_points)
+            wanted += [one.number for one in history.replay_points[:1]]
             if not self.whole[slot]:
                 assert list(history.proven()) == self.proven(slot)[-2:]
         if not any(self.whole) and self.journal.entries:
@@ -231,12 +231,12 @@ class Model(RuleBasedStateMachine):
         old, self.journal = self.journal, copy_of(self.journal)
         assert self.journal.dump() == old.dump()
         old.log(self.number + 1, b"other", b"other")
-        old.note_start(0, self.number + 1, b"other", 0.0)
+        old.note_replay_point(0, self.number + 1, b"other", 0.0)
         old.note_ends(range(SLOTS), self.number + 1)
 
     # --- what the list says -----------------------------------------------------------------------
 
-    def proven(self, slot: int) -> list[Start]:
+    def proven(self, slot: int) -> list[ReplayPoint]:
         return [one for one in self.starts[slot] if one.number < self.ended[slot]]
 
     @invariant()
@@ -307,7 +307,7 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def the_bytes_that_it_says_it_holds_are_held(self) -> None:
-        starts = [start.generators for history in self.journal.histories for start in history.starts]
+        starts = [start.generators for history in self.journal.histories for start in history.replay_points]
         held = [*self.journal.entries.values(), *self.journal.kept_calls(), *starts]
         assert len(self.journal) == sum(map(len, held))
 
@@ -335,10 +335,10 @@ def in_first_episode(*, ended: tuple[int, ...] = (), policy: RestartPolicy = POL
     for number in range(1, 11):
         journal.log(number, bytes(STRIDE))
     for slot in range(SLOTS):
-        journal.note_start(slot, 1, b"", 0.0)
+        journal.note_replay_point(slot, 1, b"", 0.0)
     journal.note_ends(ended, 5)
     for slot in ended:
-        journal.note_start(slot, 6, b"", 1.0)
+        journal.note_replay_point(slot, 6, b"", 1.0)
     journal.note_ends(ended, 8)
     return journal
 

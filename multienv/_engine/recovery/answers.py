@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery.position import PickledRows, Position, Starts
+from multienv._engine.recovery.position import PickledRows, Position, ReplayPoints
 from multienv._engine.recovery.state_machine import Kind, State
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import BEGUN, ENDED, FAILED, NOT_RESET, PICKLED_ROWS, entry_of
@@ -102,7 +102,7 @@ class Answers:
         same_step: The worker begins the next episode in the step that ended one.
         truncates: What an env raises in a step is made a truncation of.
         started: Number of the last reply with states of random generators before resets; 0: there was none.
-        starts: Those resets.
+        points: Those resets, where a replay can begin.
     """
 
     __slots__ = ("__dict__", "__weakref__", "started")  # the hot path reads these, native code by offset
@@ -119,7 +119,7 @@ class Answers:
         self._error_of, self.truncation_info, self._on_spaces = error_of, truncation_info, on_spaces
         self.same_step, self.truncates = position.build.autoreset == "SAME_STEP", position.build.truncates_errors
         self.started = 0
-        self.starts: Starts = ()
+        self.points: ReplayPoints = ()
 
     def at(self, position: Position) -> Answers:
         """Return what reads replies to a caller who has seen what this position says."""
@@ -293,7 +293,7 @@ class Answers:
             return Extras(), {}
         extras, illegible = unpack_extras(rest)
         if extras.generators:  # resets at which a replay can begin
-            self.started, self.starts = number, [(number, extras.generators)]
+            self.started, self.points = number, [(number, extras.generators)]
         if extras.spaces:
             self._on_spaces(extras.spaces)
         if self.codec.verbatim and illegible:

@@ -6,13 +6,13 @@ number.
 
 Each slot has a history of its own. A replay from the construction of its env is exact, whatever the env remembers. The
 entries for it are kept for about two seconds of the envs' time; longer where nothing else can take their place: as long
-as the worker can be forked and has no snapshot yet; and, without snapshots or until each slot has a proven start (see
+as the worker can be forked and has no snapshot yet; and, without snapshots or until each slot has a proven replay point (see
 below), as long as a replay may take at all. A snapshot does not take their place: it may be lost with its worker.
 
-Later a slot is replayed from a *start*: a reset of that slot before which the worker has saved the state of the slot's
-random generators, whether the caller or the worker asked for the reset. Until its start a slot takes no part in a
-replay. A start is proven by an episode that has ended since, because a replay from there compares at least that
-episode. The last two proven starts are kept. An env that remembers something from before its start may go on otherwise.
+Later a slot is replayed from a *replay point*: a reset of that slot before which the worker has saved the state of the
+slot's random generators, whether the caller or the worker asked for the reset. Until its replay point a slot takes no
+part in a replay. A point is proven by an episode that has ended since, because a replay from there compares at least
+that episode. The last two proven points are kept. An env that remembers something from before its point may go on otherwise.
 So such a replay is not exact.
 
 What the journal holds is therefore bounded by the length of episodes, not by the length of the run.
@@ -51,8 +51,8 @@ UNPROVEN = (
 )
 NEW = "it is a new one"
 NOT_ACCEPTED = "it can only be replayed from a reset, which RestartPolicy(accept='exact') does not take"
-# Starts of a slot that are kept, of those that are proven: if a replay from the last one differs, the one before is
-# tried.
+# Replay points of a slot that are kept, of those that are proven: if a replay from the last one differs, the one before
+# is tried.
 _KEPT = 2
 # How many calls are kept, which include attributes set, to be repeated before a replay; older ones are forgotten.
 MOST_CALLS = 1000
@@ -122,7 +122,7 @@ class MemoryAcrossResets:
         return self.lost
 
 
-class Start(NamedTuple):
+class ReplayPoint(NamedTuple):
     """A reset of one slot at which a replay of it can begin.
 
     Attributes:
@@ -141,25 +141,25 @@ class History:
     """Holds what is known of one slot.
 
     Attributes:
-        starts: The oldest first.
+        replay_points: The oldest first.
         ended: Number of the last request in which an episode ended, or a reset was asked for.
         is_whole: What is recorded reaches back to the construction of the slot's env.
     """
 
-    starts: tuple[Start, ...] = ()
+    replay_points: tuple[ReplayPoint, ...] = ()
     ended: int = 0
     is_whole: bool = True
 
-    def proven(self) -> tuple[Start, ...]:
-        """Return the starts after which an episode has ended: a replay from there compares at least one."""
-        return tuple(one for one in self.starts if one.number < self.ended)
+    def proven(self) -> tuple[ReplayPoint, ...]:
+        """Return the replay points after which an episode has ended: a replay from there compares at least one."""
+        return tuple(one for one in self.replay_points if one.number < self.ended)
 
     @property
     def gap(self) -> str:
         """Return why the slot cannot be replayed from a reset, if it cannot."""
         if self.proven():
             return NOT_ACCEPTED
-        return UNPROVEN if self.starts else UNKNOWN
+        return UNPROVEN if self.replay_points else UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Plan:
         missing: Slots that take no part in it, and why.
         calls: Calls and attributes set before the first entry.
         requests: Number of the entries.
-        begun: The starts, by slot.
+        begun: The replay points, by slot.
         resets: Slots that are replayed from a reset, and not from the construction of their envs.
         repeated: So many requests the process has repeated: it is a copy, forked in an attempt that has failed.
         every: Copies are forked between so many of the others; 0: none.
@@ -183,7 +183,7 @@ class Plan:
     missing: Mapping[int, str] = field(default_factory=dict)
     calls: tuple[bytes, ...] = ()
     requests: int = 0
-    begun: Mapping[int, Start] = field(default_factory=dict)
+    begun: Mapping[int, ReplayPoint] = field(default_factory=dict)
     resets: tuple[int, ...] = ()
     repeated: int = 0
     every: int = 0
@@ -264,7 +264,7 @@ class Journal:
     def __len__(self) -> int:
         """Return the bytes held."""
         held = len(self.entries) * self.stride + sum(self._longer.values()) + sum(map(len, self._kept_calls.values()))
-        return held + sum(len(start.generators) for history in self.histories for start in history.starts)
+        return held + sum(len(point.generators) for history in self.histories for point in history.replay_points)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -296,11 +296,11 @@ class Journal:
             for held in (self._longer, self._kept_calls, self.entries):
                 held.pop(late, None)
 
-    def note_start(self, slot: int, number: int, generators: bytes, seconds: float) -> None:
+    def note_replay_point(self, slot: int, number: int, generators: bytes, seconds: float) -> None:
         """Note a reset of a slot, and the state of its generators before it. To note it twice changes nothing."""
         history = self.histories[slot]
-        earlier = tuple(one for one in history.starts if one.number < number)
-        history.starts = (*earlier, Start(number, seconds, generators))
+        earlier = tuple(one for one in history.replay_points if one.number < number)
+        history.replay_points = (*earlier, ReplayPoint(number, seconds, generators))
 
     def note_ends(self, slots: Iterable[int], number: int) -> None:
         """Note that episodes of these slots ended in a request, or that it resets them."""
@@ -308,16 +308,16 @@ class Journal:
             self.histories[slot].ended = number
 
     def forget_past(self, slots: Iterable[int]) -> None:
-        """Forget the starts of these slots: their envs are others than the recorded ones."""
+        """Forget the replay points of these slots: their envs are others than the recorded ones."""
         for slot in slots:
             self.histories[slot] = History(ended=self.histories[slot].ended, is_whole=False)
 
     def go_on_from(self, plan: Plan) -> None:
-        """Note that the envs come from this replay: what lies before its starts cannot be replayed any more."""
-        for slot, start in plan.begun.items():
+        """Note that the envs come from this replay: what lies before its replay points cannot be replayed any more."""
+        for slot, point in plan.begun.items():
             history = self.histories[slot]
-            if history.starts and history.starts[0].number < start.number:
-                kept = tuple(one for one in history.starts if one.number >= start.number)
+            if history.replay_points and history.replay_points[0].number < point.number:
+                kept = tuple(one for one in history.replay_points if one.number >= point.number)
                 self.histories[slot] = History(kept, history.ended, is_whole=False)
 
     # --- reading ----------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Journal:
             return []
         plans = self._plan(near=False, anew=anew), self._plan(near=True, anew=anew)
         found = [plan for plan in plans if plan is not None]
-        repeats_all = len({plan.requests for plan in found}) == 1  # also the near one, for a slot without a start
+        repeats_all = len({plan.requests for plan in found}) == 1  # also the near one, for a slot without a point
         is_far = self.is_whole and (self._is_affordable or self.memory.has_shown or repeats_all)
         if near or not is_far:
             found.reverse()
@@ -356,17 +356,17 @@ class Journal:
         return near is not None and (plan is None or plan.begun != near.begun)
 
     def _plan(self, *, near: bool, anew: Collection[int] = ()) -> Plan | None:
-        """Return the replay from the last starts, or from the first ones; ``None`` if no slot has any."""
+        """Return the replay from the last replay points, or from the first ones; ``None`` if no slot has any."""
         begun, missing, resets, from_construction = {}, {}, [], False
         only_whole = self._policy.accept == "exact"
         for slot, history in enumerate(self.histories):
             proven = history.proven()
             if slot in anew:
                 missing[slot] = NEW
-            elif history.is_whole and (only_whole or not near or proven[-1:] in ((), history.starts[:1])):
+            elif history.is_whole and (only_whole or not near or proven[-1:] in ((), history.replay_points[:1])):
                 from_construction = True
-                if history.starts:
-                    begun[slot] = history.starts[0]
+                if history.replay_points:
+                    begun[slot] = history.replay_points[0]
             elif proven and not only_whole:
                 begun[slot] = proven[-1 if near else 0]
                 resets.append(slot)
@@ -410,7 +410,7 @@ class Journal:
             self.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
 
     def trim(self, limit: int, seconds: float, longest: float, snapshot: int, *, forks: bool = False) -> None:
-        """Forget the entries and starts that no recovery needs any more.
+        """Forget the entries and replay points that no recovery needs any more.
 
         Args:
             limit: Bytes that entries may take.
@@ -432,14 +432,14 @@ class Journal:
         front, histories = self.first, []
         for history in self.histories:
             is_whole = history.is_whole and is_kept
-            kept = [one for one in history.starts if one.number >= room and seconds - one.seconds <= longest]
+            kept = [one for one in history.replay_points if one.number >= room and seconds - one.seconds <= longest]
             proven = history.proven()[-_KEPT:]
             kept = [one for one in kept if not proven or one.number >= proven[0].number]
-            if is_whole and history.starts[:1] != tuple(kept[:1]):
-                kept = [*history.starts[:1], *kept]
+            if is_whole and history.replay_points[:1] != tuple(kept[:1]):
+                kept = [*history.replay_points[:1], *kept]
             histories.append(History(tuple(kept), history.ended, is_whole))
         if not any(history.is_whole for history in histories):
-            wanted = [history.starts[0].number for history in histories if history.starts]
+            wanted = [history.replay_points[0].number for history in histories if history.replay_points]
             front = max(room, min(wanted + [snapshot + 1] * bool(snapshot), default=self.last + 1))
         # First: the entries that are dropped below are then in no plan.
         self.histories, self.first = histories, front
@@ -491,12 +491,12 @@ class Journal:
             "is_affordable": self._is_affordable,
             "stride": self.stride,
             "calls": dict(self._kept_calls),
-            "histories": tuple((tuple(map(tuple, of.starts)), of.ended, of.is_whole) for of in self.histories),
+            "histories": tuple((tuple(map(tuple, of.replay_points)), of.ended, of.is_whole) for of in self.histories),
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
         """Replace the contents by what :meth:`dump` returned."""
-        histories = [History(tuple(Start(*one) for one in starts), *rest) for starts, *rest in data["histories"]]
+        histories = [History(tuple(ReplayPoint(*one) for one in points), *rest) for points, *rest in data["histories"]]
         self.lay_out(data["stride"], len(histories))
         longer = {number: len(entry) - self.stride for number, entry in data["entries"].items()}
         self._longer = {number: by for number, by in longer.items() if by}
@@ -509,13 +509,13 @@ class Journal:
 def replays_of(data: Mapping[str, Any] | None) -> tuple[Replay, ...]:
     """Return the replay that reaches back furthest in what :meth:`Journal.dump` returned, if there is one.
 
-    A second one begins at the last start of each slot, if it is at most half as long.
+    A second one begins at the last replay point of each slot, if it is at most half as long.
     """
     if data is None:
         return ()
     journal = Journal(recording=True)  # also one that is for crash reports alone can be replayed
     journal.load(data)
     for history in journal.histories:
-        history.ended = journal.last + 1  # a report compares nothing that counts: it needs no proven start
+        history.ended = journal.last + 1  # a report compares nothing that counts: it needs no proven point
     plans = sorted(journal.plans(), key=lambda plan: -plan.requests)
     return tuple(plan.message for plan in plans if plan is plans[0] or 2 * plan.requests <= plans[0].requests)

@@ -16,7 +16,7 @@ from multienv._engine.wire.segment import OTHER_SECONDS, STEP_SECONDS, Segment
 
 PickledRows = tuple[int, list[bytes | None]]
 # Resets where a replay can begin: number of the request, and slot → state of its generators before it.
-Starts = Iterable[tuple[int, Mapping[int, bytes]]]
+ReplayPoints = Iterable[tuple[int, Mapping[int, bytes]]]
 
 
 class Position:
@@ -166,11 +166,11 @@ class Position:
         self.seconds += seconds
         return seconds
 
-    def note_starts(self, starts: Starts) -> None:
+    def note_replay_points(self, points: ReplayPoints) -> None:
         """Note resets that were answered now: a replay can begin there."""
-        for number, generators in starts:
+        for number, generators in points:
             for slot, state in generators.items():
-                self.journal.note_start(slot, number, state, self.seconds)
+                self.journal.note_replay_point(slot, number, state, self.seconds)
 
     # --- copies -----------------------------------------------------------------------------------
 

@@ -46,7 +46,8 @@ class RolloutReply:
         entries: The journal entries of all requests.
         ends: Requests in which episodes of several envs ended, or a single env began one: how many steps were made
             before, number of the request, slots.
-        starts: Number of a request, and the generators of the slots that were reset in it, as ``Extras.generators``.
+        replay_points: Number of a request, and the generators of the slots that were reset in it, as
+            ``Extras.generators``.
         is_over: No episode of a single env is running.
         is_legible: All that there are values of can be unpickled here.
     """
@@ -60,7 +61,7 @@ class RolloutReply:
     steps: int = 0
     entries: list[bytes] = field(default_factory=list)
     ends: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)
-    starts: list[tuple[int, Mapping[int, bytes]]] = field(default_factory=list)
+    replay_points: list[tuple[int, Mapping[int, bytes]]] = field(default_factory=list)
     is_over: bool = False
     is_legible: bool = True
 
@@ -142,7 +143,7 @@ class RolloutReader:
             take(read, skipped, reply, shown)
             scratch.seen, scratch.pickled_rows = read.seen, read.pickled_rows
             if answers.started == number:
-                reply.starts += answers.starts
+                reply.replay_points += answers.points
             if read.seen != number:  # it shows nothing: what was seen last is seen once more
                 scratch.show(aside, {**scratch.shown(aside), "seen": number})
                 bank.rewards[:], bank.terminated[:], bank.truncated[:] = 0.0, False, True

@@ -35,7 +35,7 @@ from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery
 from multienv._engine.recovery.maintenance import Maintenance, Replacement
 from multienv._engine.recovery.pending import Pending, RequestDeadlines, request_of
-from multienv._engine.recovery.position import Position, Starts
+from multienv._engine.recovery.position import Position, ReplayPoints
 from multienv._engine.recovery.recoverer import (
     BudgetSpentError,
     Launcher,
@@ -90,7 +90,7 @@ from multienv._engine.wire.messages import (
     pack_message,
 )
 from multienv._engine.wire.segment import ASKED, REQUEST
-from multienv._engine.worker.starts import LARGE_SHARE, SHARE
+from multienv._engine.worker.replay_points import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import ClosedError, MultienvError, UsageError, WaitTimeout
 from multienv.events import Hook, Statistics
@@ -192,7 +192,7 @@ class Supervisor:
         recording = policy.replays or (reports is not None and policy.journal_limit > 0)
         journal = Journal(recording=recording, policy=policy)
         share = 0.0 if not recording else LARGE_SHARE if policy.recycles else SHARE
-        self.position = Position(replace(build, starts=share), journal)
+        self.position = Position(replace(build, replay_point_share=share), journal)
         self.reporter = Reporter(self.position, index, hooks, reports)
         self._envs = self.reporter.env_in(-1)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
@@ -613,7 +613,7 @@ class Supervisor:
         self._happen(Replied(ended=reply.is_over), number=position.seen, answer=reply.answer)
         self.reporter.truncated_errors(reply.truncated_errors, channel.pid)
         position.count_rollout(reply.steps, reply.ends)
-        self.apply_limits(number, reply.starts)
+        self.apply_limits(number, reply.replay_points)
 
     def count_plain(self, answer: Any, number: int, meaning: int) -> None:
         """Count a plain answer, if there is more to count than a step, and see what is due."""
@@ -728,12 +728,12 @@ class Supervisor:
 
     # --- by plan ----------------------------------------------------------------------------------
 
-    def apply_limits(self, number: int = 0, starts: Starts = (), *, resetting: bool = False) -> None:
+    def apply_limits(self, number: int = 0, points: ReplayPoints = (), *, resetting: bool = False) -> None:
         """Trim the journal, free dropped snapshots, and find out whether something is due before the next request.
 
         Args:
             number: Of the request that was answered now; 0: none.
-            starts: Resets where a replay can begin, of a rollout; the others are known.
+            points: Resets where a replay can begin, of a rollout; the others are known.
             resetting: The next request resets all envs.
         """
         if self._kept.dropped:
@@ -742,7 +742,7 @@ class Supervisor:
         if channel is not None:
             self.recoverer.losses.seconds += position.count_time(channel.segment)
             self.recoverer.tell_losses(channel)
-            position.note_starts(self.answers.starts if number and self.answers.started == number else starts)
+            position.note_replay_points(self.answers.points if number and self.answers.started == number else points)
             position.journal.apply_limits(position.seconds, channel.segment.words)
             if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:
                 self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))

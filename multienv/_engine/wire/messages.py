@@ -77,7 +77,8 @@ class Build:
         snapshots: Forked snapshots: every so many steps; 0: at the best interval; -1: never.
         journal: Bytes that the trainer keeps of requests since the newest snapshot; 0: that is not known.
         replacement: The worker replaces another one: its first snapshot is taken at once.
-        starts: Part of the envs' time that saving the states of generators before resets may take; 0: none are saved.
+        replay_point_share: Part of the envs' time that saving the states of generators before resets may take; 0: none
+            are saved.
         tells_imports: The answer tells what was imported to build the envs.
         generators: Slot → state of its random generators, put back before its first reset: the env of an earlier
             process has ended between two episodes, and this one takes its place.
@@ -95,7 +96,7 @@ class Build:
     snapshots: int = -1
     journal: int = 0
     replacement: bool = False
-    starts: float = 0.0
+    replay_point_share: float = 0.0
     tells_imports: bool = False
     generators: Mapping[int, bytes] = field(default_factory=dict)
     code: bytes = b""

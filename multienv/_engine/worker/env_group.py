@@ -31,8 +31,8 @@ from multienv._engine.wire.messages import (
 )
 from multienv._engine.wire.segment import SLOT, Segment
 from multienv._engine.worker import seeding
+from multienv._engine.worker.replay_points import ReplayPoints
 from multienv._engine.worker.replies import failure_of, pickled, wrong_result
-from multienv._engine.worker.starts import Starts
 from multienv.errors import ResetNeededError, UsageError
 
 Step = Callable[[Any], Any]
@@ -48,7 +48,7 @@ class EnvGroup:
 
     Attributes:
         codec: Says how their steps lie in banks.
-        starts: Resets at which a replay can begin.
+        replay_points: Resets at which a replay can begin.
         waiting: Slots that take no part in a replay yet.
         raised: In the last call of :meth:`ask` the env of a slot that is not in ``waiting`` has raised.
         calls: For each slot the function that a step calls: the env's ``step``, or after the end of an episode another
@@ -64,7 +64,7 @@ class EnvGroup:
         self.codec = Codec(self.describe(), message.verbatim, message.space, message.autoreset)
         self.observation_space, self.action_space = self.codec.space, self.codec.action_space
         self.words = segment.words
-        self.starts = Starts(self.envs, message.starts, segment, message.generators)
+        self.replay_points = ReplayPoints(self.envs, message.replay_point_share, segment, message.generators)
         self.waiting: AbstractSet[int] = frozenset()
         self.raised = False
         self._spaces = [(env.observation_space, env.action_space) for env in self.envs]
@@ -77,7 +77,7 @@ class EnvGroup:
 
     def move(self, segment: Segment) -> None:
         """Go on with another segment."""
-        self.words, self.starts.segment = segment.words, segment
+        self.words, self.replay_points.segment = segment.words, segment
 
     def describe(self) -> Description:
         """Return the spaces of all envs, with metadata, spec and render mode of the first."""
@@ -113,7 +113,7 @@ class EnvGroup:
             arguments: ``seed`` and ``options`` where the caller resets; none where the worker resets by itself.
         """
         self.words[SLOT] = slot + 1
-        self.starts.before_reset(slot)
+        self.replay_points.before_reset(slot)
         began = perf_counter()
         try:
             result = self.envs[slot].reset(**arguments)
@@ -123,9 +123,9 @@ class EnvGroup:
                 raise wrong_result("reset", "observation, info", result)
             observation, info = result
         except BaseException:
-            self.starts.forget(slot)
+            self.replay_points.forget(slot)
             raise
-        self.starts.count(perf_counter() - began)
+        self.replay_points.count(perf_counter() - began)
         self._look_at_spaces(slot)
         self._ended[slot] = False
         self.calls[slot] = self._call_of(slot)

@@ -126,11 +126,11 @@ class Host:
                 payload = self._segment.read_request_payload(number)
                 message = pickle.loads(payload)
                 if self._group is not None:
-                    self._group.starts.count_bytes(len(payload))
+                    self._group.replay_points.count_bytes(len(payload))
             _HANDLERS[type(message)](self, number, message)
             if self._group is not None:
                 if is_recorded(message):
-                    self._group.starts.count(perf_counter() - began)
+                    self._group.replay_points.count(perf_counter() - began)
                 self._group.update_calls()
         except Exception as error:
             answer_failure(self._segment, number, error)
@@ -225,7 +225,7 @@ class Host:
                 group.ask(pickle.loads(payload))
             came = self._run(number, message)
         finally:
-            group.starts.replaying, group.waiting = None, frozenset()
+            group.replay_points.replaying, group.waiting = None, frozenset()
             # Its bank was used for other requests meanwhile.
             HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, VALUE, 0, 0, number & U32, 0)
         self._answer(number, came)
@@ -240,7 +240,7 @@ class Host:
         segment, words, group, again = self._segment, self._segment.words, self._envs(), 0
         del self.came[message.repeated :]
         skipped = group.waiting = {start.slot for start in message.starts if start.waits}
-        group.starts.begin_replay()
+        group.replay_points.begin_replay()
         for index, entry in enumerate(split_entries(message.entries, segment.layout.end)):
             if index < message.repeated:
                 continue
@@ -248,7 +248,7 @@ class Host:
                 self._on_keep(again, 0)
             starting = {start.slot: start.generators for start in message.starts if start.entry == index}
             skipped.difference_update(starting)
-            group.starts.replaying = starting
+            group.replay_points.replaying = starting
             words[REPLAYING] = index + 1
             again = entry.number
             self._ask_again(entry, skipped)
@@ -264,8 +264,8 @@ class Host:
             self.came.append(entry_of(bank, entry.request_payload, evidence))
         words[REPLAYING] = 0
         if skipped:
-            group.starts.look_at_generators()
-        if group.starts.has_drawn:
+            group.replay_points.look_at_generators()
+        if group.replay_points.has_drawn:
             # These draws were not repeated, so later numbers may differ, though nothing has shown it yet.
             raise RuntimeError(
                 "several envs of a process draw from random or numpy.random, and not all of them were replayed from "

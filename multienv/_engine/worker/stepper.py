@@ -83,7 +83,7 @@ class Stepper:
             (reply, reply.bank.view, reply.rows.cells, reply.bank.rewards.data, reply.digest) for reply in self._replies
         ]
         rows = self._replies[0].rows
-        key, taken, generators = rows.key, rows.taken, group.starts.generators
+        key, taken, generators = rows.key, rows.taken, group.replay_points.generators
 
         def handle(number: int) -> Any:  # noqa: C901
             reply, view, cells, rewards, digest = targets[number & 1]
@@ -269,7 +269,7 @@ class Stepper:
         self._segment.words[SLOT] = 0
         if reply.digest is not None:
             reply.digest()
-        generators, spaces, first, rest = self._group.starts.take(), self._group.take_spaces(), b"", b""
+        generators, spaces, first, rest = self._group.replay_points.take(), self._group.take_spaces(), b"", b""
         if reply.flags & PICKLED_ROWS:
             evidence = pack_evidence(reply.rows.evidence)
             first = LENGTH.pack(len(evidence)) + evidence + pickle.dumps(reply.rows.pickled_rows, protocol=5)

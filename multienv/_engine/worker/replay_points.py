@@ -18,11 +18,11 @@ from multienv._engine.worker import seeding
 SHARE, LARGE_SHARE = 0.005, 0.05
 # Seconds that saving takes, about, before it was measured; and the factor by which a measurement may exceed the last.
 _COST, _GROWTH = 1e-4, 1.1
-# Bytes of requests after which a state is saved in any case, so that the journal has a start that is not far back.
+# Bytes of requests after which a state is saved in any case, so that the journal has a point that is not far back.
 _BYTES = 2**20
 
 
-class Starts:
+class ReplayPoints:
     """Saves the state of the generators before resets; in a replay, restores it.
 
     Args:
@@ -51,8 +51,8 @@ class Starts:
         self._is_of_all = len(first) == len(envs)
         self._cost = _COST
         self._with_payload = 0  # bytes of the requests that do not lie in banks
-        # Of each slot's last start: number of the request; and what resets and recorded calls had taken, and requests
-        # that do not lie in banks, by then.
+        # Of each slot's last replay point: number of the request; and what resets and recorded calls had taken, and
+        # requests that do not lie in banks, by then.
         self._last: list[tuple[int, float, int] | None] = [None] * len(envs)
 
     def take(self) -> Mapping[int, bytes]:

@@ -11,7 +11,7 @@ import pytest
 
 from multienv._engine.wire.messages import Build
 from multienv._engine.wire.segment import BUSY, STEP_SECONDS, Segment
-from multienv._engine.worker import starts as starts_module
+from multienv._engine.worker import replay_points as module
 from multienv._engine.worker.env_group import EnvGroup
 
 
@@ -33,11 +33,13 @@ class Drawing(gymnasium.Env[float, int]):
 @pytest.fixture(autouse=True)
 def telling_takes_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(10**9))
-    monkeypatch.setattr(starts_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 1000))
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 1000))
 
 
 def group_with(share: float) -> EnvGroup:
-    return EnvGroup([Drawing(), Drawing()], Build(b"", False, "", None, (1, 2), None, starts=share), Segment(-1))
+    return EnvGroup(
+        [Drawing(), Drawing()], Build(b"", False, "", None, (1, 2), None, replay_point_share=share), Segment(-1)
+    )
 
 
 def told_by_resets(group: EnvGroup, number: int, *slots: int) -> list[int]:
@@ -45,12 +47,12 @@ def told_by_resets(group: EnvGroup, number: int, *slots: int) -> list[int]:
     group.words[BUSY] = number
     for slot in slots:
         group.begin(slot)
-    return list(group.starts.take())
+    return list(group.replay_points.take())
 
 
 def test_resets_are_told_of_so_often_that_it_takes_a_fixed_part_of_the_time_of_the_envs():
     group, share, step, told = group_with(share=0.01), 0.01, 0.002, 0
-    group.starts.segment.times[STEP_SECONDS] = step
+    group.replay_points.segment.times[STEP_SECONDS] = step
     for number in range(1, 20_001):
         ended = [slot for slot, length in enumerate((7, 12)) if number % length == 0]
         told += len(told_by_resets(group, number, *ended))
@@ -59,7 +61,7 @@ def test_resets_are_told_of_so_often_that_it_takes_a_fixed_part_of_the_time_of_t
 
 def test_an_env_that_was_reset_after_a_short_time_is_told_of_at_a_later_reset():
     group = group_with(share=0.01)
-    group.starts.segment.times[STEP_SECONDS] = 0.002
+    group.replay_points.segment.times[STEP_SECONDS] = 0.002
     assert told_by_resets(group, 5, 0, 1) == [0, 1]
     # Each is taken to cost a tenth of a millisecond at first, and a tenth more each time: two slots, of which each
     # may take a hundredth of the time, have 12.1 steps between.
