@@ -6,14 +6,14 @@ number.
 
 Each slot has a history of its own. A replay from the construction of its env is exact, whatever the env remembers. The
 entries for it are kept for about two seconds of the envs' time; longer where nothing else can take their place: as long
-as the worker can be forked and has no snapshot yet; and, without snapshots or until each slot has a proven replay point (see
-below), as long as a replay may take at all. A snapshot does not take their place: it may be lost with its worker.
+as the worker can be forked and has no snapshot yet; and, without snapshots or until each slot has a proven replay point
+(see below), as long as a replay may take at all. A snapshot does not take their place: it may be lost with its worker.
 
 Later a slot is replayed from a *replay point*: a reset of that slot before which the worker has saved the state of the
 slot's random generators, whether the caller or the worker asked for the reset. Until its replay point a slot takes no
 part in a replay. A point is proven by an episode that has ended since, because a replay from there compares at least
-that episode. The last two proven points are kept. An env that remembers something from before its point may go on otherwise.
-So such a replay is not exact.
+that episode. The last two proven points are kept. An env that remembers something from before its point may go on
+otherwise. So such a replay is not exact.
 
 What the journal holds is therefore bounded by the length of episodes, not by the length of the run.
 """
