@@ -543,7 +543,7 @@ enum { SUPERVISOR, POSITION, PENDING, MAINTENANCE, JOURNAL, ANSWERS, OWNERS };
 #define PLACES(X)                                                                                                      \
     X(SUPERVISOR, asked_by) X(SUPERVISOR, last_answer) X(SUPERVISOR, state) X(POSITION, number) X(POSITION, seen)      \
     X(POSITION, steps) X(PENDING, limit) X(PENDING, step_limit) X(PENDING, until) X(MAINTENANCE, is_due)               \
-    X(JOURNAL, entries) X(JOURNAL, recording) X(ANSWERS, started)
+    X(JOURNAL, entries) X(JOURNAL, recording) X(ANSWERS, points_in)
 /* What it has of its StepBuffers. */
 #define PARTS(X) X(after) X(encode) X(meanings) X(read) X(ring)
 
@@ -965,7 +965,7 @@ static int
 commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObject *answer, PyObject *meaning)
 {
     double sample;
-    long long started = PyLong_AsLongLong(*hot->started);
+    long long points_in = PyLong_AsLongLong(*hot->points_in);
     int recording = PyObject_IsTrue(*hot->recording);
     if (recording > 0) {
         Py_buffer *record = &hot->sides[request & 1].record;
@@ -974,7 +974,7 @@ commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObje
         Py_XDECREF(entry);
         recording = failed ? -1 : 1;
     }
-    if (recording < 0 || (started == -1 && PyErr_Occurred()) || number_constant(s_SAMPLE, &sample) < 0) {
+    if (recording < 0 || (points_in == -1 && PyErr_Occurred()) || number_constant(s_SAMPLE, &sample) < 0) {
         return -1;
     }
     long after = PyLong_AsLong(meaning);
@@ -983,7 +983,7 @@ commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObje
     put(hot->seen, number);
     put(hot->number, number);
     put(hot->state, PyTuple_GET_ITEM(hot->after, after));
-    if (after || started == request || !(request & (int64_t)sample)) {
+    if (after || points_in == request || !(request & (int64_t)sample)) {
         return called(PyObject_CallMethodObjArgs(supervisor, s_count_plain, answer, number, meaning, NULL));
     }
     long long steps = PyLong_AsLongLong(*hot->steps);

@@ -42,7 +42,8 @@ def interrupted(call: Callable[[], Any], place: int | None) -> None:
 
 
 def copy_of(journal: Journal) -> Journal:
-    copy = Journal(recording=True, policy=journal._policy, memory=journal.memory)
+    copy = Journal(recording=True, policy=journal._policy)
+    copy.memory = journal.memory
     copy.load(pickle.loads(pickle.dumps(journal.dump())))
     return copy
 

@@ -108,7 +108,6 @@ def can_happen(state, event, rules):
 
 
 RAISED = {Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET, Instruction.DELIVER}
-FINAL = {*RAISED, Instruction.RELEASE}
 
 
 # The largest of the tables, but for one, are looked through where time is no matter.
@@ -148,7 +147,7 @@ def test_every_event_in_every_reachable_state_leads_where_the_table_says(rules):
             assert {slot for slot, _ in after.pending_truncations} >= owed, (state, event, after)
         if instruction in RAISED:
             assert (after.request, bool(after.skipped), bool(after.deaths)) == (None, False, False)
-        elif instruction not in FINAL and (type(event), state.process) != (Lost, Process.BUILDING):
+        elif (type(event), state.process) != (Lost, Process.BUILDING):
             assert instruction is instruction_of(after, rules), (state, event)
     assert {process for process, _ in seen} >= {Process.NONE, Process.BUILDING, Process.READY}
     if "replay" in (rules.on_crash, rules.on_timeout):

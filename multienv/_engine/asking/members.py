@@ -451,6 +451,6 @@ def breaks(error: BaseException) -> bool:
 
 
 def is_asked(current: Round, supervisor: Any) -> bool:
-    """Tell whether what is pending of a supervisor is the request of this round, or a reset in its place."""
+    """Tell whether a request is pending that was asked as this round asks: in one call, or in two halves."""
     request = supervisor.state.request
     return request is not None and request.waits is current.waits

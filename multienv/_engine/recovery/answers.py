@@ -101,11 +101,11 @@ class Answers:
         codec, truncation_info: As given.
         same_step: The worker begins the next episode in the step that ended one.
         truncates: What an env raises in a step is made a truncation of.
-        started: Number of the last reply with states of random generators before resets; 0: there was none.
+        points_in: Number of the last reply with states of random generators before resets; 0: there was none.
         points: Those resets, where a replay can begin.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "started")  # the hot path reads these, native code by offset
+    __slots__ = ("__dict__", "__weakref__", "points_in")  # the hot path reads these, native code by offset
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Answers:
         self.codec, self._position = codec, position
         self._error_of, self.truncation_info, self._on_spaces = error_of, truncation_info, on_spaces
         self.same_step, self.truncates = position.build.autoreset == "SAME_STEP", position.build.truncates_errors
-        self.started = 0
+        self.points_in = 0
         self.points: ReplayPoints = ()
 
     def at(self, position: Position) -> Answers:
@@ -293,7 +293,7 @@ class Answers:
             return Extras(), {}
         extras, illegible = unpack_extras(rest)
         if extras.generators:  # resets at which a replay can begin
-            self.started, self.points = number, [(number, extras.generators)]
+            self.points_in, self.points = number, [(number, extras.generators)]
         if extras.spaces:
             self._on_spaces(extras.spaces)
         if self.codec.verbatim and illegible:

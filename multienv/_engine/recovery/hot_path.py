@@ -141,7 +141,7 @@ def begin(supervisor: Any, waits: bool) -> bool:
 def ask(
     supervisors: Sequence[Any],
     members: Sequence[int],
-    begin: int,
+    done: int,
     actions: Sequence[Any],
     state: State,
     asker: Any,
@@ -153,7 +153,7 @@ def ask(
     Args:
         supervisors: Each a ``Supervisor``; of all members.
         members: Which of them, in this order.
-        begin: The place in ``members`` to begin at.
+        done: How many of ``members`` are done already.
         actions: One for each supervisor. With ``watched`` one for each of ``members``.
         state: ``STEPPING`` or ``STEPPING_ASYNC``.
         asker: What asked each worker last, as its ``asked_by`` says.
@@ -163,7 +163,7 @@ def ask(
     Returns:
         The place of the first that is not done.
     """
-    for place in range(begin, len(members)):
+    for place in range(done, len(members)):
         member = members[place]
         supervisor, action = supervisors[member], actions[member if watched is None else place]
         if action is nothing:
@@ -255,7 +255,7 @@ def take(  # noqa: C901 - one loop, because each call counts here
                 answer = answer[0], answer[4]
             after = buffers.after[meaning]
             supervisor.last_answer, position.seen, position.number, supervisor.state = answer, number, number, after
-            if meaning or supervisor.answers.started == number or not number & SAMPLE:
+            if meaning or supervisor.answers.points_in == number or not number & SAMPLE:
                 supervisor.count_plain(answer, number, meaning)
             else:
                 position.steps += 1

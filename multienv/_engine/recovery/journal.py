@@ -201,11 +201,10 @@ class Journal:
     Args:
         recording: Entries are kept at all.
         policy: Says whether they are kept for recoveries, or for crash reports alone, and which replays are taken.
-        memory: Whether the env has shown a memory across resets.
 
     Attributes:
         entries: By number, in order; the supervisor puts plain steps here itself.
-        memory: As given; a batch shares it.
+        memory: Whether the env has shown a memory across resets; a batch shares it.
         first: Number of the oldest request that is wholly known, with all that came after it.
         stride: Length of a plain step.
         histories: Of each slot.
@@ -218,16 +217,10 @@ class Journal:
         "recording",
     )  # the hot path reads these, native code by offset
 
-    def __init__(
-        self,
-        *,
-        recording: bool,
-        policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
-        memory: MemoryAcrossResets | None = None,
-    ) -> None:
+    def __init__(self, *, recording: bool, policy: RestartPolicy = RestartPolicy()) -> None:  # noqa: B008 - frozen
         self.recording = recording
         self.replaying = policy.replays and recording
-        self._policy, self.memory = policy, memory or MemoryAcrossResets()
+        self._policy, self.memory = policy, MemoryAcrossResets()
         self.stride, self.slots, self._affordable = HEAD.size, 1, AFFORDABLE
         self.begin(0)
 

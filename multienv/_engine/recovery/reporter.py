@@ -220,7 +220,7 @@ class Reporter:
     def note_loss(
         self, gone: Gone, command: str, slot: int, limit: float | None, entry: Callable[[BankLayout], bytes]
     ) -> Loss:
-        """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`recovery`.
+        """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`note_outcome`.
 
         Args:
             gone: How it was lost.

@@ -118,7 +118,7 @@ class RolloutReader:
         scratch, answers, aside = self._scratch, self._answers, self._aside
         reply = RolloutReply(failure=result.failure)
         scratch.show(aside, message.shown)
-        answers.started = 0
+        answers.points_in = 0
         shown = [self._legible(reply, self._first)]
         memory, size = memoryview(result.banks), aside.layout.size
         take, number = self._take_one if self._codec.verbatim else self._take_rows, first
@@ -142,7 +142,7 @@ class RolloutReader:
             reply.entries.append(entry_of(bank, request_payload, read.evidence))
             take(read, skipped, reply, shown)
             scratch.seen, scratch.pickled_rows = read.seen, read.pickled_rows
-            if answers.started == number:
+            if answers.points_in == number:
                 reply.replay_points += answers.points
             if read.seen != number:  # it shows nothing: what was seen last is seen once more
                 scratch.show(aside, {**scratch.shown(aside), "seen": number})

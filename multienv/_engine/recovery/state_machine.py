@@ -304,7 +304,6 @@ class Instruction(Enum):
     RAISE_LOST = "raise lost"  # raise the error of the loss
     RAISE_POISON = "raise poison"  # raise the error that the request ends every process
     RAISE_BUDGET = "raise budget"  # raise the error that no restart is left
-    RELEASE = "release"  # let go of the process
 
 
 # After so many losses before an answer, the request counts as the cause, even if no process died while executing it.
@@ -600,11 +599,11 @@ def _budget_spent(state: State, event: BudgetSpent, rules: Rules) -> tuple[State
 
 
 def _discarded(state: State, event: Discarded, rules: Rules) -> tuple[State, Instruction]:
-    return _given_up(state, {}, running=False), Instruction.RELEASE
+    return _given_up(state, {}, running=False), Instruction.NOTHING
 
 
 def _closed(state: State, event: Closed, rules: Rules) -> tuple[State, Instruction]:
-    return State(process=Process.CLOSED), Instruction.RELEASE
+    return State(process=Process.CLOSED), Instruction.NOTHING
 
 
 def _poisoned(state: State, rules: Rules) -> dict[int, str]:

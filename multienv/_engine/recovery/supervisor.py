@@ -596,7 +596,7 @@ class Supervisor:
         elif isinstance(message, Reset) and not read.failed:
             position.count_reset(message.begun, number)
         # Between other requests the numbers of steps may all be odd ones, and none the 64th.
-        if not is_step or read.ended or not position.number & SAMPLE or self.answers.started == number:
+        if not is_step or read.ended or not position.number & SAMPLE or self.answers.points_in == number:
             self.apply_limits(number)
 
     def _take_rollout(self, number: int) -> None:
@@ -621,7 +621,7 @@ class Supervisor:
             self.position.count_reset({0: None}, number)
         else:
             self.position.count_step(answer, self.segment, number)
-        if not number & SAMPLE or self.answers.started == number or self.maintenance.recycling.wanted:
+        if not number & SAMPLE or self.answers.points_in == number or self.maintenance.recycling.wanted:
             self.apply_limits(number)
 
     def resume(self) -> Any:
@@ -690,7 +690,7 @@ class Supervisor:
         position.build = replace(revived.build, code=code)
         revived.note_in(position.journal, position.number)
         position.move_to(channel.segment, self.segment)
-        self.answers.started, self._long_past = 0, long_past
+        self.answers.points_in, self._long_past = 0, long_past
         self.channel, self.segment, self.buffers = channel, channel.segment, None  # made for the first request
         self.recoverer.handed_over()
         if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:  # else there is nothing to begin anew
@@ -742,7 +742,7 @@ class Supervisor:
         if channel is not None:
             self.recoverer.losses.seconds += position.count_time(channel.segment)
             self.recoverer.tell_losses(channel)
-            position.note_replay_points(self.answers.points if number and self.answers.started == number else points)
+            position.note_replay_points(self.answers.points if number and self.answers.points_in == number else points)
             position.journal.apply_limits(position.seconds, channel.segment.words)
             if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:
                 self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
