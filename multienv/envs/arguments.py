@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 from multienv._engine.wire.actions import shown
 from multienv._engine.wire.messages import Call, Message
 from multienv.config import checked_options, checked_seed, integer
-from multienv.errors import ActionError, EnvError, EnvsFailedError, MultienvError, UsageError
+from multienv.errors import ActionError, EnvError, EnvsFailedError, MultienvError, ResetNeededError, UsageError
 
 # Compared by identity, which is faster: numpy has one such object, unless the caller has made another.
 _INDEX = np.dtype(np.int64)
@@ -68,7 +68,7 @@ def _advice_after(name: str, mode: AutoresetMode, failures: Mapping[int, BaseExc
     )
     if all(isinstance(error, ActionError) and not isinstance(error, EnvError) for error in failures.values()):
         advice = f"The failed envs took no step: call {step}() again, with valid actions for them."
-    elif mode is AutoresetMode.DISABLED:
+    elif mode is AutoresetMode.DISABLED or all(isinstance(error, ResetNeededError) for error in failures.values()):
         advice = f"Reset the failed envs: {reset}."
     return advice, "The episodes of the other envs go on."
 

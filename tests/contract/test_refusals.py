@@ -267,7 +267,7 @@ SITUATIONS |= {
         [
             (
                 ResetNeededError,
-                r"there is no episode yet. Call reset\(\) first",
+                r"(?s)^((?!The next step).)*there is no episode yet. Call reset\(\) first",
                 "step([0, 0])",
                 "rollout(constant, 3)",
             ),
