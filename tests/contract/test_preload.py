@@ -80,9 +80,18 @@ def children_of(pid: int) -> set[int]:
 def template_pid() -> int:
     """Return the pid of the only template."""
     (found,) = (
-        pid for pid in children_of(monitor_pid()) if Path(f"/proc/{pid}/comm").read_text() == "multienv preloa\n"
+        pid
+        for pid in children_of(monitor_pid())
+        if is_alive(pid) and Path(f"/proc/{pid}/comm").read_text() == "multienv preloa\n"
     )
     return found
+
+
+def kill_template() -> None:
+    """Kill the template, and wait until the monitor has noted it: until then, workers are launched without one."""
+    pid = template_pid()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: pid not in children_of(monitor_pid()))
 
 
 def test_modules_are_imported_once_for_all_workers_and_their_replacements(slow: Slow, imports: Any) -> None:
@@ -136,7 +145,7 @@ def test_a_template_that_dies_is_made_again_for_the_next_worker(slow: Slow, impo
     with SubprocessEnv(ImportingEnv, preload=[slow()], restart=REPLAYED, reports="") as env:
         env.reset(seed=0)
         for step in range(1, 4):
-            os.kill(template_pid(), signal.SIGKILL)
+            kill_template()
             kill_worker(env)
             observation, _, _, truncated, _ = env.step(1)
             assert (int(observation[0]), truncated) == (step, False)
