@@ -201,7 +201,7 @@ def same_as_alone(folder: Path, *command: str, options: tuple[str, ...] = (), su
         cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     with Killer(lambda: busy_workers(process.pid), interval=(0.1, 0.3), seed=1):
-        _, stderr = process.communicate(timeout=100)
+        _, stderr = process.communicate(timeout=280)
     assert process.returncode == 0, stderr
     told = json.loads((folder / "told.json").read_text())
     assert told["losses"].get("SIGKILL", 0) > 0, stderr

@@ -53,7 +53,7 @@ class Interruption:
     """Raises ``kind`` at the ``place``-th place of the block where a signal handler could run.
 
     Only the calling thread is traced, as only the main thread runs signal handlers. `fired` tells whether there was such
-    a place, `where` which. Places are not counted while ``skips()`` is true. Those of the files ``beside`` are counted too.
+    a place, `where` which, `passed` how many were before. Places are not counted while ``skips()`` is true. Those of the files ``beside`` are counted too.
     From Python 3.12 on `sys.monitoring` tells of the places: there `sys.settrace` overlooks instructions of a function
     when it runs for the first time, and from 3.13 on also after an exception that a trace function has raised.
     """
@@ -68,7 +68,7 @@ class Interruption:
         self.place = place
         self.fired = False
         self.where = "nowhere"
-        self._left = place
+        self.passed = 0
         self._kind = kind
         self._skips = skips
         self._files = (PACKAGE, *beside)
@@ -156,11 +156,11 @@ class Interruption:
     def _pass(self, frame: FrameType) -> None:
         if self.fired:
             return
-        if self._left == 0:
+        if self.passed == self.place:
             self.fired = True
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
             self._strike(frame)
-        self._left -= 1
+        self.passed += 1
 
     def _strike(self, frame: FrameType) -> None:
         raise self._kind(self.where)
