@@ -93,8 +93,8 @@ class SharedWorkers(Sharing):
         if any(map(_ERRORS, replies)):
             return None
         if not self.is_shared:
-            return ReadyBatch(members, replies, unnoted=members)
-        return ReadyBatch([env for member in members for env in self._envs[member]], replies, unnoted=members)
+            return ReadyBatch(members, replies, in_round=members)
+        return ReadyBatch([env for member in members for env in self._envs[member]], replies, in_round=members)
 
     def _of_envs(self, member: int, request: Requests, result: Result) -> list[tuple[int, Result]]:
         """Return the result of a request to a worker, for each env that it concerned."""

@@ -245,7 +245,7 @@ def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.Monk
             env.snapshot()
         supervisor: Any = supervisor_of(env)
         supervisor.send_step(STEP)
-        supervisor.count_as_lost(keeps_request=False)
+        supervisor.mark_lost(keeps_request=False)
         assert env.step(STEP)[0][0] == 1
         assert (env.statistics().losses, env.statistics().exact_recoveries) == (1, 1)
 

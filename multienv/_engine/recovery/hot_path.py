@@ -28,13 +28,13 @@ from multienv._engine.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP,
 from multienv._engine.wire.banks import BEGIN, ENDED, STEP, STEPPED
 from multienv._engine.wire.codecs import REWARD_TYPES, Codec
 from multienv._engine.wire.infos import NO_COLUMNS, Extras, NumberInfos, described
-from multienv._engine.wire.messages import BEGINNING
+from multienv._engine.wire.messages import PLAIN_RESET
 from multienv._engine.wire.segment import REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS
 from multienv.errors import MultienvError
 
 # A mask of request numbers: after every 64th the limits are applied. See Supervisor.apply_limits.
 SAMPLE = 63
-# Seconds that take() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
+# Seconds that collect_plain() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
 _PATIENCE = 0.01
 
 # What a plain reply means for the episode.
@@ -123,7 +123,7 @@ def plain_heads(*, verbatim: bool) -> dict[int, int]:
     return heads | {BEGIN | STEPPED << 16: BEGINS} if verbatim else heads
 
 
-def begin(supervisor: Any, waits: bool) -> bool:
+def set_plain_reset(supervisor: Any, waits: bool) -> bool:
     """Have a single env's reset that carries nothing pending, if its episode has ended and nothing else is due.
 
     Returns:
@@ -132,13 +132,13 @@ def begin(supervisor: Any, waits: bool) -> bool:
     maintenance = supervisor.maintenance
     if supervisor.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
         return False
-    supervisor.reporter.asked = ()
-    supervisor.pending.begin(BEGINNING, b"", supervisor.pending.limit_of(Kind.RESET))
+    supervisor.reporter.seeds_asked = ()
+    supervisor.pending.set_request(PLAIN_RESET, b"", supervisor.pending.limit_of(Kind.RESET))
     supervisor.state = RESETTING if waits else RESETTING_ASYNC
     return True
 
 
-def ask(
+def send_plain(
     supervisors: Sequence[Any],
     members: Sequence[int],
     done: int,
@@ -195,7 +195,7 @@ def ask(
     return len(members)
 
 
-def take(  # noqa: C901 - one loop, because each call counts here
+def collect_plain(  # noqa: C901 - one loop, because each call counts here
     supervisors: Sequence[Any],
     members: Sequence[int] | dict[int, Any],
     answers: Any,
@@ -267,4 +267,4 @@ def take(  # noqa: C901 - one loop, because each call counts here
 
 
 if native is not None and native.follow(globals()):  # the same in native code
-    ask, take, buffers_of = native.ask, native.take, _native_buffers
+    send_plain, collect_plain, buffers_of = native.send_plain, native.collect_plain, _native_buffers

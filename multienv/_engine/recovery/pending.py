@@ -29,7 +29,7 @@ from multienv._engine.wire.banks import (
     Entry,
 )
 from multienv._engine.wire.codecs import Codec
-from multienv._engine.wire.messages import BEGINNING, Message, Reset, Rollout
+from multienv._engine.wire.messages import PLAIN_RESET, Message, Reset, Rollout
 from multienv._engine.wire.segment import BUSY, REPLY, REQUEST, SLOT, SNAPSHOT, Segment
 from multienv.config import Deadlines
 
@@ -78,7 +78,7 @@ class RequestDeadlines:
         """Tell whether the deadline of ``"step"`` or ``"reset"`` is ``"auto"``."""
         return name in self._finds
 
-    def note(self, name: str, seconds: float) -> bool:
+    def record_time(self, name: str, seconds: float) -> bool:
         """Note how long an env has taken for a step or a reset; return whether none took longer before."""
         if seconds <= self._slowest.get(name, inf):
             return False
@@ -157,32 +157,32 @@ class Pending:
         self._own = 0  # number of a request whose deadline the caller has given with it
         self._waited = 0, inf  # number of a request that is waited for, and since when
 
-    def begin_step(self) -> None:
+    def set_step(self) -> None:
         """Hold a step, which lies in its bank."""
-        self.begin(None, b"", self.step_limit)
+        self.set_request(None, b"", self.step_limit)
 
-    def begin_step_aside(self, number: int, action: Any, codec: Codec) -> None:
+    def set_step_without_process(self, number: int, action: Any, codec: Codec) -> None:
         """Hold a step for a process that is not there yet."""
         sometimes("a step is asked for while there is no process")
         aside = Segment(-1)
         aside.lay_out(codec.layout)
         codec.encoder(aside)(number, action)
-        self.begin_step()
+        self.set_step()
         self._saved = (number, *_step_in(aside, number))
 
-    def begin(self, message: Message | None, payload: bytes, limit: float | None) -> None:
+    def set_request(self, message: Message | None, payload: bytes, limit: float | None) -> None:
         """Hold a request that is not a step, and forget the one before: after a restore it may have the same number."""
         self.message, self.payload, self.limit = message, payload, limit
         self._saved, self._own, self._excused = None, 0, None
-        self.arm()
+        self.start_deadline()
 
-    def arm(self) -> None:
+    def start_deadline(self) -> None:
         """Begin to count the time that a process may take."""
         self._silence = self._waited = 0, inf
         self._mark = 0, None, inf, inf
         self.until = None if self.limit is None else time.monotonic() + self.limit
 
-    def bound(self, seconds: float | None, number: int = 0) -> None:
+    def set_deadline(self, seconds: float | None, number: int = 0) -> None:
         """Give the request a deadline: so many seconds from now, and in each process that it is asked of.
 
         Args:
@@ -190,7 +190,7 @@ class Pending:
             number: Of a request whose own deadline this is.
         """
         self.limit, self._own = seconds, number
-        self.arm()
+        self.start_deadline()
 
     # --- deadlines --------------------------------------------------------------------------------
 
@@ -218,14 +218,14 @@ class Pending:
             self.learn()
             limit = self.limit_of(request.kind, request.steps)
             if limit is not None:
-                self.bound(limit)
+                self.set_deadline(limit)
 
-    def note_time(self, segment: Segment, request: Request | None) -> None:
+    def record_time(self, segment: Segment, request: Request | None) -> None:
         """Note how long an answered request took, if it was waited for, to find ``"auto"`` deadlines by that."""
         number = self._position.number + 1
         if not self._limits.is_learning or request is None or segment.words[REPLY] != number:
             return
-        if self._limits.note(request.kind.value, self._took(number, request)):
+        if self._limits.record_time(request.kind.value, self._took(number, request)):
             self.learn()
 
     def lengthen(self, request: Request, number: int) -> bool:
@@ -237,7 +237,7 @@ class Pending:
         self.limit = LONGER * limit
         return True
 
-    def note_hung(self, request: Request, number: int, slot: int) -> None:
+    def lengthen_after_hang(self, request: Request, number: int, slot: int) -> None:
         """Note that the process hung: with an ``"auto"`` deadline the request gets more time once, as the log says."""
         if self.lengthen(request, number):
             text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
@@ -267,14 +267,14 @@ class Pending:
             if tag == PICKLED:
                 segment.write_request_payload(number, payload)
 
-    def publish(self, channel: Channel, number: int, state: State, begun: Sequence[int] = ()) -> None:
+    def publish(self, channel: Channel, number: int, state: State, beginning: Sequence[int] = ()) -> None:
         """Publish the request, without its skipped slots. To publish it twice does no harm.
 
-        ``begun`` are those of the skipped slots that begin their next episode: see :func:`slots_between`.
+        ``beginning`` are those of the skipped slots that begin their next episode: see :func:`slots_beginning`.
         """
         segment = channel.segment
         if segment.words[REQUEST] != number:
-            self.arm()
+            self.start_deadline()
             self._put(segment, number)
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
@@ -283,7 +283,7 @@ class Pending:
             if request.is_plain_step:
                 bank.view[1] = bank.view[1] & ~SKIPPED | flag
             else:
-                if self.message is BEGINNING:
+                if self.message is PLAIN_RESET:
                     HEAD.pack_into(bank.view, 0, BEGIN, flag, STEPPED, 0, 0, number & U32, 0)
                 else:
                     segment.write_request_payload(number, self.payload)
@@ -293,7 +293,7 @@ class Pending:
             for slot, _ in state.skipped:
                 sometimes("a slot is left out of a request")
                 sometimes("a slot is left out and not even reset", slot in state.not_reset)
-                bank.skipped[slot] = NOT_RESET if slot in state.not_reset else BEGUN if slot in begun else 1
+                bank.skipped[slot] = NOT_RESET if slot in state.not_reset else BEGUN if slot in beginning else 1
         channel.ring(number)
 
     # --- waiting ----------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ class Pending:
         was_here = channel.answered(number)
         is_here = self._wait(channel, number, until, request)
         if is_here and not was_here:
-            self.note_time(channel.segment, request)
+            self.record_time(channel.segment, request)
         return is_here
 
     def _wait(self, channel: Channel, number: int, until: float | None, request: Request | None) -> bool:
@@ -431,7 +431,7 @@ class Pending:
         if request is None:
             return b""
         if not request.is_plain_step:
-            kind = BEGIN if self.message is BEGINNING else MESSAGE
+            kind = BEGIN if self.message is PLAIN_RESET else MESSAGE
             part, payload = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.payload
         else:
             self.save(segment, number)

@@ -93,7 +93,7 @@ class Position:
             self.episodes += 1
             self.steps_before[slot] = self.steps
             self.seeds[slot] = self.seeds[slot] if seed is None else seed
-        self.journal.note_ends(seeds, number)
+        self.journal.record_ends(seeds, number)
 
     def count_step(self, answer: Any, segment: Segment, number: int, left_alone: Sequence[int] = ()) -> None:
         """Count a step, and the episodes that it has ended.
@@ -111,7 +111,7 @@ class Position:
                 ended = [slot for slot in ended if slot not in left_alone]
                 self.count_left_alone(left_alone)
             self.count_ends(ended)
-            self.journal.note_ends(ended, number)
+            self.journal.record_ends(ended, number)
         self.steps += 1
 
     def count_rollout(self, steps: int, ends: Iterable[tuple[int, int, Sequence[int]]]) -> None:
@@ -123,7 +123,7 @@ class Position:
                 self.count_reset({0: None}, number)
             else:
                 self.count_ends(slots)
-                self.journal.note_ends(slots, number)
+                self.journal.record_ends(slots, number)
         self.steps = before + steps
 
     def count_truncation(self, slots: Iterable[int], left_alone: Iterable[int]) -> None:
@@ -166,11 +166,11 @@ class Position:
         self.seconds += seconds
         return seconds
 
-    def note_replay_points(self, points: ReplayPoints) -> None:
+    def record_replay_points(self, points: ReplayPoints) -> None:
         """Note resets that were answered now: a replay can begin there."""
         for number, generators in points:
             for slot, state in generators.items():
-                self.journal.note_replay_point(slot, number, state, self.seconds)
+                self.journal.record_replay_point(slot, number, state, self.seconds)
 
     # --- copies -----------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from multienv._engine.wire.banks import (
 )
 from multienv._engine.wire.codecs import payload_of
 from multienv._engine.wire.messages import (
-    BEGINNING,
+    PLAIN_RESET,
     Build,
     Close,
     GetGenerators,
@@ -121,7 +121,7 @@ class Host:
         words[BUSY] = number
         try:
             if self._segment.banks[number & 1].view[0] == BEGIN:
-                message: Message = BEGINNING
+                message: Message = PLAIN_RESET
             else:
                 payload = self._segment.read_request_payload(number)
                 message = pickle.loads(payload)

@@ -34,7 +34,7 @@ from multienv._engine.wire.banks import (
     Bank,
 )
 from multienv._engine.wire.codecs import payload_of
-from multienv._engine.wire.messages import BEGINNING, Rollout, RolloutResult
+from multienv._engine.wire.messages import PLAIN_RESET, Rollout, RolloutResult
 from multienv._engine.wire.rows import SOLID, batch_of, nested, stacked
 from multienv._engine.wire.segment import BUSY, OTHER_SECONDS, SLOT, Segment
 from multienv._engine.worker.env_group import EnvGroup
@@ -130,7 +130,7 @@ class RolloutRunner:
         """Execute a reset of the only env, as the host does."""
         self._segment.words[BUSY] = number
         try:
-            self._reset(number, BEGINNING)
+            self._reset(number, PLAIN_RESET)
             self._group.update_calls()
         except Exception as error:
             answer_failure(self._aside, number, error)
