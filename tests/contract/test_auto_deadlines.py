@@ -261,7 +261,7 @@ def test_a_deadline_that_is_given_with_a_step_is_kept(tmp_path: Path) -> None:
         for _ in range(70):
             env.step(0)
         env.step_async(HANGS)
-        supervisor_of(env).bound(limit("LEAST"))
+        supervisor_of(env).set_deadline(limit("LEAST"))
         with pytest.raises(WorkerHungError):
             env.step_wait()
         assert env.statistics().last_loss.deadline == limit("LEAST")

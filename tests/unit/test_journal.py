@@ -231,7 +231,7 @@ class Model(RuleBasedStateMachine):
     def go_on_with_a_copy(self) -> None:
         old, self.journal = self.journal, copy_of(self.journal)
         assert self.journal.dump() == old.dump()
-        old.log(self.number + 1, b"other", b"other")
+        old.record(self.number + 1, b"other", b"other")
         old.record_replay_point(0, self.number + 1, b"other", 0.0)
         old.record_ends(range(SLOTS), self.number + 1)
 
