@@ -1059,7 +1059,7 @@ unlocked(PyObject *lock, Outcome outcome)
     return outcome;
 }
 
-PyDoc_STRVAR(send_plain_doc, "send_plain(supervisors, members, begin, actions, state, asker, nothing=MISSING, watched=None)\n--\n\n\
+PyDoc_STRVAR(send_plain_doc, "send_plain(supervisors, members, done, actions, state, asker, nothing=MISSING, watched=None)\n--\n\n\
 Do what recovery.hot_path.send_plain does.");
 
 static PyObject *

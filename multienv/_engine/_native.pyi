@@ -27,7 +27,7 @@ def watch_audit_events(heard: Callable[[str, tuple[Any, ...]], object]) -> None:
 def send_plain(
     supervisors: Sequence[Any],
     members: Sequence[int],
-    begin: int,
+    done: int,
     actions: Sequence[Any] | Parts,
     state: Any,
     asker: Any,

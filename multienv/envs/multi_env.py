@@ -396,7 +396,7 @@ class MultiEnv:
         if not self._all_closed:
             with interrupts.Held(self):
                 close_all(self.envs)
-                self._stream.clear()
+                self._stream.drop_results()
                 self._fan.close()
             self._all_closed = True
 

@@ -850,7 +850,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             current = self._fanout.close()
             if hasattr(self, "_stream"):  # the envs have been built
                 self._rows.forget()
-                self._stream.clear()
+                self._stream.drop_results()
         if current is not None and current.name and not current.is_interrupted:
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")

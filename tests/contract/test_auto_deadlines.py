@@ -173,7 +173,7 @@ def test_it_is_the_default_and_none_turns_it_off(tmp_path: Path) -> None:
         assert env.statistics().losses == 0
     env = AsyncEnv(partial(UnevenEnv, tmp_path))
     assert supervisor_of(env._env).pending.limit_of(Kind.STEP) is None
-    assert not supervisor_of(env._env).pending._limits.is_learning
+    assert not supervisor_of(env._env).pending._limits.is_finding
 
 
 def test_a_silent_hang_is_told_of_before_it_is_ended_late(

@@ -217,13 +217,13 @@ def test_our_handler_of_sigint_is_there_until_all_is_released_that_has_finalizer
 ) -> None:
     """What Python's own handler raises in a finalizer is dropped: memory and threads go after the last worker."""
     found: list[Any] = []
-    clear_round = FanOut.clear_round
+    drop_round = FanOut.drop_round
 
     def noting(self: FanOut) -> Any:
         found.append(signal.getsignal(signal.SIGINT))
-        return clear_round(self)
+        return drop_round(self)
 
-    monkeypatch.setattr(FanOut, "clear_round", noting)
+    monkeypatch.setattr(FanOut, "drop_round", noting)
     envs: Any = SubprocessVectorEnv([ENDLESS]) if kind == "vector" else MultiEnv(create_subprocess_envs([ENDLESS]))
     envs.reset(seed=0)
     envs.close()

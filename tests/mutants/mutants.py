@@ -73,7 +73,7 @@ MUTANTS = [
         "A truncation that a call has left pending is forgotten: the next step goes on in a new process.",
         1,
         "state_machine:_on_asked",
-        "state._replace(request=request, skipped=tuple(owed), losses=0)",
+        "state._replace(request=request, skipped=tuple(truncations), losses=0)",
         "state._replace(request=request, losses=0)",
         _of(3),
     ),
@@ -291,7 +291,7 @@ MUTANTS = [
     Mutant(
         "A woken snapshot leaves out the first request that came after it was taken.",
         2,
-        "recoverer:Recoverer.copy_of",
+        "recoverer:Recoverer.newest_snapshot_of",
         "plan = None if number is None else self._journal.plan_since(number)",
         "plan = None if number is None else self._journal.plan_since(number + 1)",
         _of(3),
@@ -1135,7 +1135,7 @@ MUTANTS = [
     Mutant(
         "A request that was ended by a deadline found from the times seen has no longer in the next process.",
         5,
-        "pending:Pending.lengthen",
+        "pending:Pending.lengthen_deadline",
         "self.limit = LONGER * limit",
         "self.limit = limit",
         ("tests/contract/test_auto_deadlines.py",),
@@ -1456,7 +1456,7 @@ MUTANTS = [
         8,
         "hosted_vector_env:HostedVectorEnv.step",
         "return self._outcome(self._fanout.resume())",
-        "self._fanout.discard_unfinished()",
+        "self._fanout.complete_unfinished()",
     ),
     Mutant(
         "What was asked of some envs when a handler raised, and not of the others, stays asked of them.",

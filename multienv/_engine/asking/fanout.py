@@ -6,7 +6,7 @@ one whose process ends or is overdue. Envs that do not move in step are asked an
 
 **Ctrl-C.** KeyboardInterrupt is raised only in a wait, or at the end of the call: see ``interrupts.py``. A round stays
 ``FanOut.unfinished`` until its owner has handed the outcome to the caller. The supervisors keep the answers: the next
-call may call :meth:`FanOut.collect` again: it waits for what was not answered, and takes what was not taken.
+call may call :meth:`FanOut.collect` again: it waits for the missing answers, and collects what was not collected yet.
 
 Other signal handlers may raise anywhere. Such an exception leaves the round *broken*: the next call counts the workers
 of the round as lost. If it came while the round was sent, the round was never made.
@@ -48,7 +48,7 @@ class FanOut:
 
     An env class calls ``ask(name, requests)``, makes the caller's values of the round, and calls ``finish()`` in the
     last line before it returns or raises them. If it finds ``unfinished`` set when it is called, an earlier call was
-    interrupted: ``resume()`` completes that round; ``discard_unfinished()`` completes it and drops its outcome. The two
+    interrupted: ``resume()`` completes that round; ``complete_unfinished()`` does, too, and drops its outcome. The two
     halves of a call are ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``.
 
     Args:
@@ -88,7 +88,7 @@ class FanOut:
         return self.members.current_round
 
     def _claim(self, name: str) -> None:
-        """Note that this thread makes a call, until :meth:`finish`. Raises CallPendingError if another one does."""
+        """Claim the members for this thread, until :meth:`finish`. Raises CallPendingError if another one has."""
         mine = get_ident()
         if self._owner.setdefault("thread", mine) == mine:  # in C: no other thread comes in between
             return
@@ -182,7 +182,7 @@ class FanOut:
         current.resumed = True
         return self.collect()
 
-    def discard_unfinished(self) -> None:
+    def complete_unfinished(self) -> None:
         """Complete the round that was broken off, if there is one, and drop its outcome."""
         if self.unfinished is not None:
             self.resume()
@@ -198,7 +198,7 @@ class FanOut:
             name: Of the call that is made now.
 
         Raises:
-            CallPendingError: The answer to the earlier call must be taken first.
+            CallPendingError: The answer to the earlier call must be collected first.
         """
         current = self.unfinished
         if current is None:
@@ -235,16 +235,16 @@ class FanOut:
             interrupts.raise_noted()
         self.members.current_round, self._owner = None, {}
 
-    def clear_round(self) -> Round | None:
+    def drop_round(self) -> Round | None:
         """Drop the unfinished round, which holds descriptors and maps banks, without an outcome; return it."""
         current = self.members.current_round
         self.members.current_round, self._owner = None, {}
         return current
 
     def close(self) -> Round | None:
-        """Release the executor, wake a thread that waits, :meth:`clear_round`. Takes no lock: handlers may call it."""
+        """Release the executor, wake a thread that waits, :meth:`drop_round`. Takes no lock: handlers may call it."""
         self.members.close()
-        return self.clear_round()
+        return self.drop_round()
 
     # --- how ----------------------------------------------------------------------------------------
 
@@ -276,9 +276,9 @@ class FanOut:
         return current
 
     def _wait_ready(self, current: Round, until: float) -> list[int]:
-        """Return the members of which something can be taken; if there are none, wait for something.
+        """Return the members whose answers can be collected; if there are none, wait for something.
 
-        What it returns may be empty. All that are awaited are watched: one that is lost meanwhile is returned. The
+        The list may be empty. All that are awaited are watched: one that is lost meanwhile is returned. The
         answer of the worker which was asked last ends the wait, so that the trainer is not woken for each.
 
         Channels are not held beyond this: a failure that the caller keeps would keep their memory mapped by its frames.

@@ -1,4 +1,4 @@
-"""Ask each member again as soon as its answer was taken, at its own pace. Such a round does not end.
+"""Send each member its next request as soon as its answer is collected. Such a round does not end.
 
 ``stream.py`` builds ``send()`` and ``recv()`` for envs on it.
 """
@@ -42,14 +42,14 @@ class Result(NamedTuple):
 
 
 class ReadyBatch(NamedTuple):
-    """Holds the answers to requests, those that one call hands over.
+    """Holds the answers to requests that one call delivers.
 
     Attributes:
         envs: These envs, in the order in which they were ready.
         answers: One for each of them, ``None`` if nothing but an error has come; or, of envs that share a worker and
             follow each other here, one with a row for each.
-        in_round: The members that have given these answers, if the stream has not noted them as ready: then the members
-            are forgotten in the round when the answers are handed over.
+        in_round: The members whose answers these are, if they are still in the round, and not among the ready results:
+            then the members are dropped from the round when the answers are delivered.
         resets: Those of the envs that were reset.
         errors: Env → what was raised.
     """
@@ -90,9 +90,9 @@ class Sharing:
         """Return the member that has an env."""
         return env
 
-    def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
+    def next_request(self, member: int, under_way: Mapping[int, Requests]) -> Requests | None:
         """Return the request to a member that is free; ``None`` if there is none."""
-        return given.get(member)
+        return under_way.get(member)
 
     def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the envs of a member that a request concerns."""
@@ -103,13 +103,13 @@ class Sharing:
         return results_of(current)
 
     def ready_batch(self, current: Round) -> ReadyBatch | None:
-        """Return all that came, if it can be handed over as it is; it is plain answers to steps of whole members."""
+        """Return all that came, if it can be delivered as it is: plain answers to steps of whole members."""
         members = list(current.answers)
         return ReadyBatch(members, list(current.answers.values()), in_round=members)
 
 
 class InFlight:
-    """Asks members that go at their own pace, and hears which of them have answered.
+    """Sends requests to members that go at their own pace, and collects the answers of those that have answered.
 
     A call costs hardly more if more supervised members are asked. It goes over all that block.
 
@@ -120,7 +120,7 @@ class InFlight:
         bell: Rung by threads, and when the envs are closed.
 
     Attributes:
-        hooks_due: Members whose hooks may have to be told something.
+        hooks_due: Members whose hooks may have to be called.
     """
 
     def __init__(self, bell: Bell) -> None:
@@ -133,15 +133,15 @@ class InFlight:
         self.hooks_due: set[int] = set()
 
     def close(self) -> None:
-        """End the round, in which nothing is asked any more."""
+        """End the round, in which no request is pending any more."""
         self._watch.end()
 
     def leave_to_thread(self, member: int) -> Callable[[], object]:
-        """Note that a thread takes care of a member; return what is called when it has ended."""
+        """Leave a member to a thread; return what is called when the thread has ended."""
         self._watch.remove(member)  # the thread hears it
         return self._bell.ring
 
-    # --- asking and taking ------------------------------------------------------------------------
+    # --- sending and collecting -------------------------------------------------------------------
 
     def send(
         self, members: Members, current: Round, requests: Mapping[int, Requests], contents: Sequence[Any] | None = None
@@ -189,12 +189,12 @@ class InFlight:
             members.start_threads(current)
 
     def collect(self, members: Members, current: Round, until: float) -> bool:
-        """Take what has come; if nothing has, wait for something.
+        """Collect the answers that have come; if none has, wait for something.
 
         Args:
             members: The members.
             current: Their round.
-            until: When to give up, by ``time.monotonic()``. It may return earlier, with nothing taken.
+            until: When to give up, by ``time.monotonic()``. It may return earlier, with nothing collected.
 
         Returns:
             Whether all that has come is plain answers to steps.
@@ -224,7 +224,7 @@ class InFlight:
         return answered, others + ended
 
     def _poll(self, members: Members, current: Round, now: float, *, polls_all: bool) -> list[int]:
-        """Return the members of which something can be taken; leave those that are overdue to threads."""
+        """Return the members whose answers can be collected; leave those that are overdue to threads."""
         ready, asked, wake = members.poll(current, list(current.requests if polls_all else self._poll_now), now)
         self._watch.add((member, *line) for member, line in asked.items())
         self._slow.update(asked.keys() - set(ready))
@@ -234,7 +234,7 @@ class InFlight:
         return ready
 
     def _collect_answered(self, members: Members, current: Round, answered: list[int], others: list[int]) -> bool:
-        """Take the answers of some members, the plain ones together; return whether all are plain."""
+        """Collect the answers of some members, the plain ones together; return whether all are plain."""
         asked, known, tasks = current.requests, current.answers, current.tasks
         if known or tasks or not asked.keys() >= set(answered):
             answered = [one for one in answered if one in asked and one not in known and one not in tasks]

@@ -1,4 +1,4 @@
-"""Ask supervised workers one by one, and take what they answer; in threads where that takes long.
+"""Send requests to workers one by one, and collect their answers; in threads where that takes long.
 
 A *member* is a supervised worker, or a function that blocks (an env without two halves). A round holds what members are
 asked, and what has come of it: a step of all of them (``fanout.py``), or what is asked of each at its own pace
@@ -125,7 +125,7 @@ class Round:
     """Holds what members were asked, and what has come of it so far.
 
     In the round of a call each member is asked once: a step of all, say. In the round of members *in flight* each is
-    asked again as soon as its answer was taken.
+    asked again as soon as its answer is collected.
 
     Attributes:
         name: What the caller called; ``""``: the members are in flight.
@@ -167,15 +167,15 @@ class Round:
         """Tell whether a member was asked and its answer is missing."""
         return member in self.requests and member not in self.answers
 
-    def remove(self, members: Collection[int]) -> None:
-        """Forget the requests of these members, and what has come of them. Again does nothing."""
+    def drop(self, members: Collection[int]) -> None:
+        """Drop the requests of these members, and what has come of them. Again does nothing."""
         for held in (self.requests, self.answers, self.failures, self.tasks, self.endings):
             if held:
                 for member in members:
                     held.pop(member, None)
 
     def refusal(self, member: int) -> str:
-        """Return why a member that is asked here is not asked elsewhere before its answer is taken."""
+        """Return why a member that is asked here is not asked elsewhere before its answer is collected."""
         asked = self.requests[member].name
         if self.flight is not None:
             return f"its {asked}() is under way; recv() of the envs that it belongs to gives the result."
@@ -185,7 +185,7 @@ class Round:
 
 
 class Members:
-    """Asks members one by one, and takes what they answer.
+    """Sends requests to members one by one, and collects their answers.
 
     Args:
         owner: The ``FanOut`` that asks them.
@@ -244,7 +244,7 @@ class Members:
             reporter.call_hooks()
 
     def mark_lost(self, current: Round) -> bool:
-        """Count as lost the workers of a call that was broken off, and whose answers are missing.
+        """Mark the workers of a call that was broken off, and whose answers are missing, as lost.
 
         Returns:
             Whether the call was never made: it was broken off while it sent its requests.
@@ -257,16 +257,16 @@ class Members:
                 continue
             if member in sending or (not sending and current.misses(member)):
                 supervisor.mark_lost(keeps_request=not sending)
-        current.remove(sending)
+        current.drop(sending)
         current.sending, current.is_broken = (), False
         return bool(sending) and current.flight is None
 
     def collect(self, current: Round, ready: Collection[int], *, recovers: bool = False) -> None:
-        """Take the answers of members of which something can be taken.
+        """Collect the answers of these members.
 
         Args:
             current: The round.
-            ready: Which of them.
+            ready: The members that have answered, or whose process is lost.
             recovers: Recover from a loss here; else a thread does.
         """
         for member in ready:
@@ -289,7 +289,7 @@ class Members:
                 self._record_failure(current, member, error)
 
     def _follow(self, current: Round, member: int, answer: Any) -> Any:
-        """Return what a step comes to, given an answer; MISSING if a request follows."""
+        """Return the outcome of a step after this answer to it; MISSING if a request follows."""
         autoreset, supervisor, ended = self._autoreset, self.supervisors[member], current.endings.get(member)
         assert autoreset is not None
         following = autoreset.next(supervisor, ended, answer, current.request(member)[1])
@@ -302,7 +302,7 @@ class Members:
         return MISSING
 
     def _send_or_plan(self, current: Round, member: int, name: str, request: Any, *, in_thread: Any) -> None:
-        """Send a request; plan a thread for it if the process is to be replaced before, which takes a while."""
+        """Send a request; plan a thread for it if the process is to be replaced first, which takes long."""
         supervisor = self.supervisors[member]
         if not in_thread:
             _send(supervisor, name, request, current.waits)
@@ -332,7 +332,7 @@ class Members:
             self._record_failure(current, member, error)
 
     def _claim(self, current: Round, member: int) -> bool:
-        """Take over a supervisor that another fan-out has asked before: that of an env alone, or of a MultiEnv of it.
+        """Claim a supervisor that another fan-out has asked before: that of an env alone, or of a MultiEnv of it.
 
         If that one was broken off, the answer which the caller has not got must not be passed over: the member fails.
         A reset of an env alone drops what was broken off of it alone.
@@ -349,17 +349,17 @@ class Members:
                     refusal, asked = unfinished.refusal(theirs), unfinished.requests[theirs].name
                     self._record_failure(current, member, CallPendingError(f"{name}(): {refusal}", asked))
                     return False
-                other.discard_unfinished()
+                other.complete_unfinished()
         supervisor.asked_by = self.owner
         return True
 
     def start_in_thread(self, current: Round, member: int, call: Callable[[], Any]) -> None:
-        """Begin a call for a member in a thread of the executor."""
+        """Start a call for a member in a thread of the executor."""
         self.plan_thread(current, member, call)
         current.tasks[member].start(self.pool)
 
     def plan_thread(self, current: Round, member: int, call: Callable[[], Any]) -> None:
-        """Note a call that a thread is to make for a member."""
+        """Plan a call that a thread is to make for a member."""
         current.tasks[member] = Task(call, current.flight and current.flight.leave_to_thread(member))
 
     def poll(
@@ -368,7 +368,7 @@ class Members:
         """Look at members that are asked; leave those that are overdue to threads, side by side.
 
         Returns:
-            Those of which something can be taken; channel and number of the request of each that has a process and is
+            Those whose answers can be collected; channel and number of the request of each that has a process and is
             not overdue, whether it has answered or not; and when the next one is overdue.
         """
         ready: list[int] = []
@@ -394,12 +394,12 @@ class Members:
         return ready, asked, wake
 
     def start_threads(self, current: Round) -> None:
-        """Begin the calls that are noted, in threads; again does nothing."""
+        """Start the calls that are planned, in threads; again does nothing."""
         for task in list(current.tasks.values()):
             task.start(self.pool)
 
     def finished_threads(self, current: Round) -> list[int]:
-        """Return the members whose thread has ended."""
+        """Record what came of the threads that have ended, and return their members."""
         ended = []
         self.start_threads(current)
         for member, task in list(current.tasks.items()):
@@ -409,7 +409,7 @@ class Members:
         return ended
 
     def _record_thread(self, current: Round, member: int, task: Task) -> None:
-        """Note how a thread has ended. What it raised is a failure; what a supervisor answered is taken from it later.
+        """Record how a thread has ended. What it raised is a failure; a supervisor's answer is collected later.
 
         An error that is no failure of the env, which stays asked, is raised: no descriptor is left, say.
         """

@@ -1,15 +1,15 @@
-"""Envs that go at their own pace: each is asked again when the caller pleases, and the first that are ready are taken.
+"""Envs that go at their own pace: the caller sends each its next request, and gets the first results that are ready.
 
 An env is in one of three places. The caller has it; or a request to it is under way (``Stream.under_way``); or its
 result is ready (``Stream.ready``), until that is delivered to the caller. A worker that is free is sent the requests
 to all of its envs that have one, and its others are left alone.
 
 Most often all that has come is plain answers to steps, and the caller gets all of them at once. Then they are not noted
-as ready: they stay in the round (``Round.answers``) until they are handed over. This saves a third of the time.
+as ready: they stay in the round (``Round.answers``) until they are delivered. This saves a third of the time.
 
-**Ctrl-C.** What is given is noted first, and asked from there; what is ready is noted in one go; the owner hands it
-over with the last store before it returns. So an interrupted call has given all or nothing, and has taken all or
-nothing. What it had given is asked by the next call.
+**Ctrl-C.** A change from one place to another is stored as ``pending_change`` first, and made then; a delivery with the
+last store before the call returns. So an interrupted call has sent all of its requests or none, and has delivered all
+of its results or none. What it did not get to send is sent by the next call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from multienv.events import Statistics
 
 
 class Stream:
-    """Gives requests to envs that go at their own pace, and holds their results in the order in which they come.
+    """Sends requests to envs that go at their own pace, and holds their results in the order in which they come.
 
     It begins with :meth:`start`, and ends when all envs are asked at once: see :meth:`finish_interrupted`. A call costs
     hardly more if there are more envs: it goes over those that it is about.
@@ -65,16 +65,16 @@ class Stream:
         self._waited = self._were_ready = self._were_idle = 0.0
         self._counted = 0.0  # when these were counted last
 
-    # --- begin and end ------------------------------------------------------------------------------
+    # --- start and end ------------------------------------------------------------------------------
 
     def start(self, name: str) -> Stream:
-        """Begin, unless it has begun, if need be with a reset in two halves that is pending; return this object.
+        """Start, unless it has started, if need be with a reset in two halves that is pending; return this object.
 
         Args:
             name: Of the call that is made now.
 
         Raises:
-            CallPendingError: The answer to another call must be taken first.
+            CallPendingError: The answer to another call must be collected first.
         """
         if self._flight() is None:
             current = self._fan.unfinished
@@ -104,7 +104,7 @@ class Stream:
 
         Raises:
             CallPendingError: It is no reset, and envs are under way; or it is called inside of a ``recv()``; or the
-                answer to another call must be taken first.
+                answer to another call must be collected first.
         """
         current = self._fan.unfinished
         if current is not None and current.flight is not None:
@@ -122,11 +122,11 @@ class Stream:
             self.count_seconds()
             self._flight = _nothing
             current.flight.close()
-            self._fan.clear_round()
+            self._fan.drop_round()
         self._fan.finish_interrupted(name)
 
-    def clear(self) -> None:
-        """Forget all results, which map banks: the envs are closed."""
+    def drop_results(self) -> None:
+        """Drop all results, which map banks: the envs are closed."""
         self._under_way, self._ready, self._due = {}, {}, {}
 
     def idle(self) -> list[int]:
@@ -140,7 +140,7 @@ class Stream:
         return [env for env in range(self._sharing.count) if env not in busy]
 
     def is_beginning(self) -> bool:
-        """Tell whether a reset in two halves is pending, whose answers can be taken one by one."""
+        """Tell whether a reset in two halves is pending, whose answers can be collected one by one."""
         current = self._fan.unfinished
         return current is not None and current.name == "reset" and not current.is_interrupted
 
@@ -155,7 +155,7 @@ class Stream:
             idle_seconds=(self._were_idle + since * (count - ready - len(self._under_way))) / count,
         )
 
-    # --- giving and taking --------------------------------------------------------------------------
+    # --- sending and collecting ----------------------------------------------------------------------
 
     @property
     def under_way(self) -> Mapping[int, Requests]:
@@ -176,7 +176,7 @@ class Stream:
         return not self.under_way and not self._ready
 
     def send(self, name: str, envs: Collection[int], contents: Sequence[Any]) -> None:
-        """Give requests to envs that the caller has: all of them, or none if an interruption comes meanwhile.
+        """Send requests to envs that the caller has: all of them, or none if an interruption comes meanwhile.
 
         Args:
             name: What the caller called: ``"step"``, ``"reset"``, …
@@ -189,13 +189,13 @@ class Stream:
         if self._is_changing:
             self._refuse()
         self.count_seconds()
-        given = dict.fromkeys(envs, Requests(name, envs, contents))
+        requests = dict.fromkeys(envs, Requests(name, envs, contents))
         are_steps = name == "step" and not (self._due or self._sharing.is_shared)
-        self.pending_change = partial(Stream._apply_sent, requests=given)
-        self._send_due(given if are_steps else None, contents)
+        self.pending_change = partial(Stream._apply_sent, requests=requests)
+        self._send_due(requests if are_steps else None, contents)
 
     def collect(self, until: float = -inf) -> None:
-        """Note what has come as ready; if nothing has, wait for something, by ``time.monotonic()`` until then."""
+        """Move what has come to the ready results; wait if nothing has, by ``time.monotonic()`` until then."""
         self._send_due()
         if not self._move_to_ready():
             current = self._round()
@@ -209,7 +209,7 @@ class Stream:
         at_most: int | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Wait until so many envs are ready, and hand over the results of those that were ready first.
+        """Wait until so many envs are ready, and deliver the results of those that were ready first.
 
         Args:
             make: Returns what the caller gets, or the error to raise, given the results; called again if interrupted.
@@ -273,7 +273,7 @@ class Stream:
         return ReadyBatch(envs, [one.answer for one in results], resets=resets, errors=errors)
 
     def _collect_plain(self, wanted: int, most: int) -> ReadyBatch | None:
-        """Take what has come, without a wait. Return it if it is plain and all that the caller gets; else note it."""
+        """Collect what has come, without a wait. Return it if it is plain, and all that the caller gets."""
         current = self._round()
         is_first = not (self._ready or current.answers)
         is_plain = current.flight.collect(self._fan.members, current, -inf)
@@ -286,9 +286,9 @@ class Stream:
 
     def refuse_busy(self, name: str, envs: Iterable[int]) -> None:
         """Raise CallPendingError if some of these envs are under way."""
-        given, ready = self.under_way, self._ready
-        if (given or ready) and not (given.keys().isdisjoint(envs) and ready.keys().isdisjoint(envs)):
-            busy = [env for env in envs if env in given or env in ready]
+        sent, ready = self.under_way, self._ready
+        if (sent or ready) and not (sent.keys().isdisjoint(envs) and ready.keys().isdisjoint(envs)):
+            busy = [env for env in envs if env in sent or env in ready]
             raise CallPendingError(
                 f"{name}(): envs {busy} are under way; recv() gives their results first. Nothing was sent.",
                 "send",
@@ -361,10 +361,9 @@ class Stream:
 
     def _apply_ready(self, members: AbstractSet[int], ready: Mapping[int, Result]) -> None:
         self._ready.update(ready)
-        given = self._under_way
         for env in ready:
-            given.pop(env, None)
-        self._round().remove(members)
+            self._under_way.pop(env, None)
+        self._round().drop(members)
         if self._sharing.is_shared or not members <= ready.keys():
             self._due.update(dict.fromkeys(members))
 
@@ -374,12 +373,12 @@ class Stream:
             held.pop(env, None)
         current = self._fan.members.current_round
         if in_round and current is not None and current.flight is not None:
-            current.remove(in_round)
+            current.drop(in_round)
 
     # --- members ------------------------------------------------------------------------------------
 
     def _send_due(self, steps: Mapping[int, Requests] | None = None, actions: Sequence[Any] = ()) -> None:
-        """Ask the members that are free and for which there is something to ask. Again does nothing.
+        """Send the members that are free the requests that they are due to get. Again does nothing.
 
         Args:
             steps: All that there is to ask, if it is steps of envs that share no member; ``None``: it is to be found.
@@ -393,14 +392,14 @@ class Stream:
         self._is_changing = True
         try:
             current = self._round()
-            asked, due, given = current.requests, self._sharing.due, self._under_way
+            asked, next_request = current.requests, self._sharing.next_request
             if steps is not None and asked.keys().isdisjoint(steps):  # none is left out by a reset under way
                 current.flight.send(self._fan.members, current, steps, actions)
             else:
                 requests = {
                     member: request
                     for member in self._due
-                    if member not in asked and (request := due(member, given)) is not None
+                    if member not in asked and (request := next_request(member, self._under_way)) is not None
                 }
                 if requests:
                     current.flight.send(self._fan.members, current, requests)
@@ -409,7 +408,7 @@ class Stream:
             self._is_changing = False
 
     def _move_to_ready(self) -> bool:
-        """Note what has come as ready, and return whether anything has."""
+        """Move the answers in the round to the ready results, and return whether there were any."""
         self._apply_change()
         current = self._round()
         if not current.answers:

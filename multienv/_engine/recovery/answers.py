@@ -200,9 +200,9 @@ class Answers:
             read.ended = verbatim
             return self._error_of(-1, pickle.loads(read.rest))
         read.ended = verbatim and bool(bank.view[3] & ENDED)
-        reply, extras = self._reply(segment, read, "step")
+        reply, extras = self._read_rows(segment, read, "step")
         if verbatim:
-            return self._unwrapped(segment, read, extras)
+            return self._transition(segment, read, extras)
         infos: dict[int, Any] = dict(extras.infos) if skipped else {}
         for slot, reason in skipped:
             if bank.skipped[slot] == BEGUN:
@@ -218,7 +218,7 @@ class Answers:
             rows, before = list(left_alone), segment.banks[self._position.seen & 1]
             for name in ("terminated", "truncated", "failed"):
                 getattr(bank, name)[rows] = getattr(before, name)[rows]
-        self._finish(segment, read, reply, extras, infos)
+        self._write_failures(segment, read, reply, extras, infos)
         return reply
 
     def reset_answer(
@@ -227,14 +227,14 @@ class Answers:
         """Return what a reply to a reset shows; rows of slots that were not reset are what the caller saw last."""
         if segment.banks[read.number & 1].view[2] == FAILED:
             return self._error_of(-1, pickle.loads(read.rest))
-        reply, extras = self._reply(segment, read, "reset")
+        reply, extras = self._read_rows(segment, read, "reset")
         if self.codec.verbatim:
-            observation, *_, info = self._unwrapped(segment, read, extras)
+            observation, *_, info = self._transition(segment, read, extras)
             return observation, info
         missing = dict(skipped)
         left = [slot for slot in range(self.codec.slots) if slot in missing or not message.touches(slot)]
         self._show_again(segment, left, reply)
-        self._finish(segment, read, reply, extras, {})
+        self._write_failures(segment, read, reply, extras, {})
         return reply
 
     def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply | Transition:
@@ -300,7 +300,7 @@ class Answers:
             raise illegible[0]
         return extras, illegible
 
-    def _reply(self, segment: Segment, read: Reply, command: str) -> tuple[RowsReply, Extras]:
+    def _read_rows(self, segment: Segment, read: Reply, command: str) -> tuple[RowsReply, Extras]:
         number, pickled_rows = read.number, self._position.pickled_rows_now
         if segment.banks[number & 1].view[3] & PICKLED_ROWS:
             pairs = zip(pickled_rows, pickle.loads(read.pickled), strict=True)
@@ -314,12 +314,14 @@ class Answers:
         reply.errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
         return reply, extras
 
-    def _unwrapped(self, segment: Segment, read: Reply, extras: Extras) -> Transition:
+    def _transition(self, segment: Segment, read: Reply, extras: Extras) -> Transition:
         """Return the transition of a single env. Raises what unpickling it raises."""
         _, (row,) = read.pickled_rows
         return (*self.codec.transition(segment, read.number, row), _first_info(extras))
 
-    def _finish(self, segment: Segment, read: Reply, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
+    def _write_failures(
+        self, segment: Segment, read: Reply, reply: RowsReply, extras: Extras, infos: dict[int, Any]
+    ) -> None:
         """Write the failures into the rows of their slots.
 
         ``infos`` are all infos, if truncations were laid over some of them; else ``{}``.

@@ -124,10 +124,10 @@ def plain_heads(*, verbatim: bool) -> dict[int, int]:
 
 
 def set_plain_reset(supervisor: Any, waits: bool) -> bool:
-    """Have a single env's reset that carries nothing pending, if its episode has ended and nothing else is due.
+    """Make a reset without seed and options the pending request of a single env, if its episode has ended.
 
     Returns:
-        Whether it is: the ``Supervisor`` publishes it.
+        Whether it is, so that the ``Supervisor`` publishes it; not if something else is due first.
     """
     maintenance = supervisor.maintenance
     if supervisor.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
@@ -148,12 +148,12 @@ def send_plain(
     nothing: Any = MISSING,
     watched: Watched | None = None,
 ) -> int:
-    """Publish steps, up to the first worker that cannot be asked plainly; does not block.
+    """Send steps, up to the first worker that cannot be asked plainly; does not block.
 
     Args:
         supervisors: Each a ``Supervisor``; of all members.
         members: Which of them, in this order.
-        done: How many of ``members`` are done already.
+        done: How many of ``members`` were sent theirs already.
         actions: One for each supervisor. With ``watched`` one for each of ``members``.
         state: ``STEPPING`` or ``STEPPING_ASYNC``.
         asker: What asked each worker last, as its ``asked_by`` says.
@@ -161,7 +161,7 @@ def send_plain(
         watched: Of workers that go at their own pace. One whose process is not watched is not asked plainly.
 
     Returns:
-        The place of the first that is not done.
+        The place of the first that was not sent.
     """
     for place in range(done, len(members)):
         member = members[place]
@@ -202,7 +202,7 @@ def collect_plain(  # noqa: C901 - one loop, because each call counts here
     state: State,
     leaves_ends: bool = False,
 ) -> bool:
-    """Wait for plain answers, the worker that was asked last first, and put them into ``answers``.
+    """Wait for plain answers, of the worker that was asked last first, and commit them and put them into ``answers``.
 
     A worker alone is waited for until it answers or is lost; of several, one that is slow is left.
 
@@ -210,7 +210,7 @@ def collect_plain(  # noqa: C901 - one loop, because each call counts here
         supervisors: Each a ``Supervisor``; of all members.
         members: Which of them, in the order in which they were asked.
         answers: Where the answers are put, by member.
-        state: That of a worker whose answer may be taken.
+        state: That of a worker whose answer may be collected.
         leaves_ends: Leave the answer that ends an episode with its supervisor.
 
     Returns:

@@ -83,7 +83,7 @@ class MemoryAcrossResets:
         return "What the env remembered from earlier episodes is lost." if self.has_shown else ""
 
     def record_difference(self, env: str, what: str) -> None:
-        """Note that a replay from a reset differs; log a warning the first time.
+        """Record that a replay from a reset differs; log a warning the first time.
 
         Args:
             env: Names the env.
@@ -103,7 +103,7 @@ class MemoryAcrossResets:
         )
 
     def record_new_envs(self, env: str, why: str) -> str:
-        """Note that new envs have replaced old ones; return what is lost, and log a warning the first time.
+        """Record that new envs have replaced old ones; return what is lost, and log a warning the first time.
 
         Args:
             env: Names the env.
@@ -155,7 +155,7 @@ class History:
         return tuple(one for one in self.replay_points if one.number < self.ended)
 
     @property
-    def gap(self) -> str:
+    def why_not_from_reset(self) -> str:
         """Return why the slot cannot be replayed from a reset, if it cannot."""
         if self.proven():
             return NOT_ACCEPTED
@@ -225,11 +225,11 @@ class Journal:
         self.clear(0)
 
     def lay_out(self, stride: int, slots: int, construction: float = 0.0) -> None:
-        """Note how long a plain step is, how many envs there are, and the seconds that their construction took."""
+        """Set how long a plain step is, how many envs there are, and the seconds that their construction took."""
         self.stride, self.slots, self._affordable = stride, slots, max(AFFORDABLE, 2 * construction)
 
     def clear(self, number: int, calls: Iterable[bytes] = ()) -> None:
-        """Empty the journal, because the envs were just built: the next request is ``number + 1`` or later.
+        """Clear the journal, because the envs were just built: the next request is ``number + 1`` or later.
 
         Args:
             number: Of the last request before.
@@ -262,7 +262,7 @@ class Journal:
     # --- writing ----------------------------------------------------------------------------------
 
     def record(self, number: int, entry: bytes, call: bytes = b"") -> None:
-        """Add the entry of a request; adding it again changes nothing.
+        """Record the entry of a request; recording it again changes nothing.
 
         Args:
             number: Of the request.
@@ -278,35 +278,35 @@ class Journal:
         self.entries[number] = entry
 
     def record_rollout(self, number: int, entries: Iterable[bytes]) -> None:
-        """Add the entries of a rollout, the first of which has this number."""
+        """Record the entries of a rollout, the first of which has this number."""
         self.drop_after(number - 1)
         for one, entry in enumerate(entries, number):
             self.record(one, entry)
 
     def drop_after(self, number: int) -> None:
-        """Forget entries after that of ``number``: they were stored, but not committed."""
+        """Drop the entries after that of ``number``: they were recorded, but not committed."""
         for late in list(takewhile(lambda one: one > number, reversed(self.entries))):
             for held in (self._longer, self._kept_calls, self.entries):
                 held.pop(late, None)
 
     def record_replay_point(self, slot: int, number: int, generators: bytes, seconds: float) -> None:
-        """Note a reset of a slot, and the state of its generators before it. To note it twice changes nothing."""
+        """Record a reset of a slot, and the state of its generators before it; recording it again changes nothing."""
         history = self.histories[slot]
         earlier = tuple(one for one in history.replay_points if one.number < number)
         history.replay_points = (*earlier, ReplayPoint(number, seconds, generators))
 
     def record_ends(self, slots: Iterable[int], number: int) -> None:
-        """Note that episodes of these slots ended in a request, or that it resets them."""
+        """Record that episodes of these slots ended in a request, or that it resets them."""
         for slot in slots:
             self.histories[slot].ended = number
 
     def drop_replay_points(self, slots: Iterable[int]) -> None:
-        """Forget the replay points of these slots: their envs are others than the recorded ones."""
+        """Drop the replay points of these slots: their envs are others than the recorded ones."""
         for slot in slots:
             self.histories[slot] = History(ended=self.histories[slot].ended, is_whole=False)
 
     def drop_before(self, plan: Plan) -> None:
-        """Note that the envs come from this replay: what lies before its replay points cannot be replayed any more."""
+        """Drop what lies before the replay points of this plan, as its replay has brought the envs back."""
         for slot, point in plan.replay_points.items():
             history = self.histories[slot]
             if history.replay_points and history.replay_points[0].number < point.number:
@@ -365,7 +365,7 @@ class Journal:
                 resets.append(slot)
             else:
                 sometimes("a slot cannot be replayed")
-                missing[slot] = history.gap
+                missing[slot] = history.why_not_from_reset
         if len(missing) == self.slots:
             return None
         front = self.first if from_construction else min(one.number for one in points.values())
@@ -385,7 +385,7 @@ class Journal:
 
     def why_no_plan(self) -> str:
         """Return why there is no plan, so that no slot can be replayed."""
-        gaps = [history.gap for history in self.histories]
+        gaps = [history.why_not_from_reset for history in self.histories]
         return next((gap for gap in (NOT_ACCEPTED, UNPROVEN) if gap in gaps), UNKNOWN)
 
     def kept_calls(self) -> tuple[bytes, ...]:
@@ -395,7 +395,7 @@ class Journal:
     # --- limits -----------------------------------------------------------------------------------
 
     def apply_limits(self, seconds: float, words: Any) -> None:
-        """Forget what no recovery needs any more by its policy; ``words``: of the segment of the present process."""
+        """Drop what no recovery needs any more by its policy; ``words``: of the segment of the present process."""
         if self.recording:
             policy = self._policy
             limit, longest = policy.journal_limit * self.slots, policy.replay_limit * self.slots
@@ -403,7 +403,7 @@ class Journal:
             self.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
 
     def trim(self, limit: int, seconds: float, longest: float, snapshot: int, *, forks: bool = False) -> None:
-        """Forget the entries and replay points that no recovery needs any more.
+        """Drop the entries and replay points that no recovery needs any more.
 
         Args:
             limit: Bytes that entries may take.
@@ -462,7 +462,7 @@ class Journal:
         return front
 
     def _drop_calls(self, limit: int) -> None:
-        """Keep the newest calls and attributes set."""
+        """Drop the oldest calls and attributes set, if there are too many."""
         size = sum(map(len, self._kept_calls.values()))
         for number in list(self._kept_calls):
             if len(self._kept_calls) <= MOST_CALLS and size <= limit // _CALLS_PART:

@@ -108,7 +108,7 @@ class LossRecovery:
         # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
         least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
         self.long_past = long_past and state.losses >= least
-        entry = partial(pending.entry, lost.segment, number, state.request)
+        entry = partial(pending.journal_entry, lost.segment, number, state.request)
         self.loss = reporter.report_loss(gone, state.command, slot, pending.limit, entry)
         self.progress, self._lost, self._snapshot = progress, lost, useful_snapshot(gone, lost, position.number)
         self._recoverer, self._reporter, self._position = recoverer, reporter, position
@@ -126,7 +126,7 @@ class LossRecovery:
         try:
             recoverer.charge_budget(self.progress, position.steps)
             sometimes("a process with all of its past is lost with the next request", self.long_past)
-            copy, why = recoverer.copy_of(self._lost, self._snapshot), journal.why_no_plan()
+            copy, why = recoverer.newest_snapshot_of(self._lost, self._snapshot), journal.why_no_plan()
             sources = sources_after_loss(journal, copy, long_past=self.long_past)
             found = recoverer.bring_back(position.build, sources, self.progress, lost=self._lost, why_no_source=why)
         except Unrecoverable as why_not:

@@ -40,12 +40,12 @@ class Recycling:
         self.restart_counts(0, 0)
 
     def restart_counts(self, steps: int, episodes: int, replayed: int = 0) -> None:
-        """Note that a new process takes over: after so many steps, ended episodes, and requests of a replay."""
+        """Count anew for a new process: after so many steps, ended episodes, and requests of a replay."""
         self._steps, self._episodes, self._replayed = steps, episodes, replayed
         self._again_at = self._waited = 0
 
     def put_off(self, episodes: int, least: int) -> None:
-        """Note that a replacement has failed: it is tried at a reset of all envs, else after some more episodes.
+        """Put a replacement that has failed off: it is tried at a reset of all envs, else after some more episodes.
 
         Args:
             episodes: Begun so far.
@@ -116,7 +116,7 @@ class Maintenance:
         self.needs_rebuild: frozenset[int] = frozenset()
 
     def restart_counts(self, replayed: int, *, is_over: bool) -> None:
-        """Note that a new process has taken over, after so many requests of a replay; ``is_over``: no episode runs."""
+        """Count anew for a new process, after so many requests of a replay; ``is_over``: no episode runs."""
         if self.recycling.wanted:
             self.recycling.restart_counts(self._position.steps, self._ended(is_over=is_over), replayed)
         self.is_due, self.recycling_due, self.needs_rebuild = False, "", frozenset()
@@ -126,7 +126,7 @@ class Maintenance:
         return max(0, self._position.episodes - (self._resets_itself or not is_over))
 
     def mark_for_rebuild(self, state: State, ended: Any) -> None:
-        """Note which envs are to be new ones: their resets have ended processes, wherever the envs came back from.
+        """Mark the envs that are to be new ones: their resets have ended processes, whatever brought the envs back.
 
         Args:
             state: The worker's, before the answer is committed.
@@ -141,7 +141,7 @@ class Maintenance:
                 self.needs_rebuild, self.is_due = self.needs_rebuild | {slot}, True
 
     def put_off(self, *, is_built: bool = True) -> None:
-        """Note that the process was not replaced.
+        """Put the replacement off, because it has failed.
 
         Args:
             is_built: The envs could be built in another process; else the old one ends first the next time.
@@ -229,7 +229,7 @@ class Replacement:
         self._maintenance.put_off()
 
     def put_off(self, reason: Exception) -> str:
-        """Report that the envs did not come back; return how the old process was lost, ``""`` if it goes on."""
+        """Put the replacement off and report it; return how the old process was lost, ``""`` if it goes on."""
         sometimes("a process that has ended first is not replaced", self.ends_first)
         sometimes("a replacement by plan is put off", not self.ends_first)
         is_built = not isinstance(reason, NotBuilt)

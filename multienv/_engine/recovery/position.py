@@ -167,7 +167,7 @@ class Position:
         return seconds
 
     def record_replay_points(self, points: ReplayPoints) -> None:
-        """Note resets that were answered now: a replay can begin there."""
+        """Record resets that were answered now: a replay can begin there."""
         for number, generators in points:
             for slot, state in generators.items():
                 self.journal.record_replay_point(slot, number, state, self.seconds)
@@ -181,7 +181,7 @@ class Position:
         return {"seen": self.seen, "pickled_rows": self.pickled_rows_now, "bank": rows}
 
     def show(self, segment: Segment, shown: Mapping[str, Any]) -> None:
-        """Note that the caller has seen what :meth:`shown` returned; its rows are put into a bank of ``segment``."""
+        """Set what the caller has seen to what :meth:`shown` returned; write its rows into a bank of ``segment``."""
         self.seen = shown["seen"]
         self.pickled_rows = self.seen, list(shown["pickled_rows"])
         bank = segment.banks[self.seen & 1]

@@ -145,7 +145,7 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Note that no process will be launched any more."""
+        """End the launcher: no process is launched any more."""
         ...
 
 
@@ -173,7 +173,7 @@ class Revived:
         return self.source.plan if isinstance(self.source, Replayed) else None
 
     def record_source(self, journal: Journal, number: int) -> None:
-        """Note in the journal, whose last request has this number, where the envs come from."""
+        """Record in the journal, whose last request has this number, where the envs come from."""
         if isinstance(self.source, NewEnvs):
             journal.clear(number, self.source.calls)
         elif isinstance(self.source, Replayed):
@@ -225,7 +225,7 @@ class BuildTurns:
         self._lock = Lock()
 
     def acquire(self, name: object) -> bool:
-        """Take a turn if there is one, and tell whether there is; it lasts until :meth:`release`."""
+        """Acquire a turn if one is free, and tell whether it is acquired; it lasts until :meth:`release`."""
         with self._lock:
             if name not in self._building and len(self._building) >= self.most:
                 return False
@@ -233,7 +233,7 @@ class BuildTurns:
             return True
 
     def release(self, name: object) -> None:
-        """End a turn; does nothing if it was not taken."""
+        """Release a turn; does nothing if none was acquired."""
         self._building.discard(name)
 
 
@@ -375,7 +375,7 @@ class Recoverer:
         self._log(doing, progress)
 
     def send_close(self, channel: Channel) -> None:
-        """Ask a process to close its envs and end; does not wait."""
+        """Send a process the request to close its envs and end; does not wait."""
         self.publish(channel, self.next_number(), pack_message(Close()))
 
     # --- building -----------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ class Recoverer:
     def launch(
         self, build: Build, progress: RecoveryProgress, *, replacement: bool = False, lost: Collection[int] = ()
     ) -> tuple[Channel, int]:
-        """Launch a process and ask it to build the envs; return its channel and the number of that request.
+        """Launch a process and send it the request to build the envs; return its channel and that request's number.
 
         Args:
             build: That request.
@@ -406,12 +406,12 @@ class Recoverer:
         return channel, number
 
     def _write_loss_figures(self, channel: Channel) -> None:
-        """Tell a new process how often processes were lost."""
+        """Write into a new process's segment how many processes were lost, and how often."""
         channel.segment.words[RESTARTS] = self.restarts
         self.write_loss_interval(channel)
 
     def write_loss_interval(self, channel: Channel) -> None:
-        """Tell a process how often processes are lost: so often it takes snapshots."""
+        """Write into a process's segment how often processes are lost: so often it takes snapshots."""
         if self.losses.count:
             channel.segment.times[LOSS_SECONDS] = self.losses.mean
 
@@ -434,7 +434,7 @@ class Recoverer:
         channel.segment.lay_out(self.codec.layout)
 
     def _set_description(self, build: Build, description: Description) -> None:
-        """Keep the description of the envs; raise Unrecoverable if their spaces differ from the first time."""
+        """Set the description of the envs; raise Unrecoverable if their spaces differ from the first time."""
         if description.imports is not None:
             self.on_imports(description.imports)
         if self.description is None:
@@ -455,7 +455,7 @@ class Recoverer:
         return min(limits, default=None)
 
     def mark_owned(self) -> None:
-        """Note that the worker now owns the process that was being started."""
+        """Mark the process that was being started as owned by the worker."""
         self._starting = None
 
     def close(self) -> None:
@@ -480,7 +480,7 @@ class Recoverer:
     # --- recoveries ---------------------------------------------------------------------------------
 
     def new_progress(self, *, planned: bool = False) -> RecoveryProgress:
-        """Return the progress of a recovery that begins now, with its deadline."""
+        """Return the progress of a recovery that starts now, with its deadline."""
         now = time.monotonic()
         progress = RecoveryProgress(now, now + _SILENCE, None, planned)
         self.restart_deadline(progress)
@@ -607,7 +607,7 @@ class Recoverer:
         except Gone as gone:
             late = until is not None and time.monotonic() >= until
             outside = gone.is_from_outside
-            copy = self.copy_of(channel, gone.fate.snapshot) if isinstance(source, NewestSnapshot) else None
+            copy = self.newest_snapshot_of(channel, gone.fate.snapshot) if isinstance(source, NewestSnapshot) else None
             if isinstance(source, NewEnvs) and not outside:
                 self._log_doing(progress, "what was called and set is left out: repeating it has ended a process")
             return channel, Died(gone.replaying, outside, gone.cause == "hung", late, copy)
@@ -675,7 +675,7 @@ class Recoverer:
         self.ask(channel, Replay(b"", calls=calls), until, progress=progress)
 
     def _changed_code(self, build: Build, channel: Channel, progress: RecoveryProgress) -> str:
-        """Note whether the envs were built from other code; return why they are not taken, else ``""``."""
+        """Find out whether the envs were built from other code; return why they are not taken, else ``""``."""
         file = changed_file(build.code, channel.code) if channel.code != build.code else ""
         progress.changed = file and f"{file} has changed since the process that is replaced imported it"
         if file:
@@ -685,7 +685,7 @@ class Recoverer:
             return ""
         return f"{progress.changed}, and RestartPolicy(accept='exact') takes no replay by other code"
 
-    def copy_of(self, channel: Channel, number: int | None) -> NewestSnapshot | None:
+    def newest_snapshot_of(self, channel: Channel, number: int | None) -> NewestSnapshot | None:
         """Return the copy that a lost process has left, as a source; ``None``: there is none that leads on."""
         plan = None if number is None else self._journal.plan_since(number)
         return None if plan is None or number is None else NewestSnapshot(channel, number, plan)

@@ -220,7 +220,7 @@ class Reporter:
     def report_loss(
         self, gone: Gone, command: str, slot: int, limit: float | None, entry: Callable[[BankLayout], bytes]
     ) -> Loss:
-        """Count and return the loss of a process; the warning is logged with the outcome, see :meth:`report_outcome`.
+        """Report the loss of a process, and return it; a warning follows with the outcome: :meth:`report_outcome`.
 
         Args:
             gone: How it was lost.
@@ -262,7 +262,7 @@ class Reporter:
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
     def report_outcome(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> None:
-        """Count the outcome of a loss; when the call is done, a warning describes both, or counts it with its kind."""
+        """Report the outcome of a loss; when the call is done, a warning describes both, or counts it with its kind."""
         recovery = Recovery(
             loss,
             outcome,
@@ -295,7 +295,7 @@ class Reporter:
                 logger.warning("%s", line)
 
     def report_truncated_errors(self, errors: Iterable[tuple[int, Exception]], pid: int | None) -> None:
-        """Note which exceptions of envs, by slot, ended their episodes, as ``on_error="truncate"`` says."""
+        """Report the exceptions of envs, by slot, that ended their episodes, as ``on_error="truncate"`` says."""
         for slot, error in errors:
             self._report_truncated_error(slot, error, pid)
 
@@ -327,7 +327,7 @@ class Reporter:
         reason: str,
         progress: RecoveryProgress,
     ) -> None:
-        """Note that a process was replaced by plan, or could not be."""
+        """Report that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - progress.began
         self._recyclings[outcome] += 1
         self._replayed_requests += progress.replayed

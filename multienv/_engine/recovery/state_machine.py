@@ -472,8 +472,8 @@ def _on_build_failed(state: State, event: BuildFailed, rules: Rules) -> tuple[St
 
 def _on_asked(state: State, event: Asked, rules: Rules) -> tuple[State, Instruction]:
     request = event.request
-    owed = [one for one in state.pending_truncations if request.kind is Kind.STEP and request.touches(one[0])]
-    after = state._replace(request=request, skipped=tuple(owed), losses=0)
+    truncations = [one for one in state.pending_truncations if request.kind is Kind.STEP and request.touches(one[0])]
+    after = state._replace(request=request, skipped=tuple(truncations), losses=0)
     return after, instruction_of(after, rules)
 
 
@@ -662,8 +662,8 @@ def _after_error(state: State, reason: str, rules: Rules) -> State:
         return after
     running = state.process is not Process.NONE and state.episode in (Episode.RUNNING, Episode.TRUNCATED)
     _, others = _split_by_touch(request, dict.fromkeys(range(rules.slots), reason) if running else {})
-    owed = tuple(one for one in state.pending_truncations if not request.touches(one[0]))
-    return after._replace(pending_truncations=_merge(owed, others))
+    truncations = tuple(one for one in state.pending_truncations if not request.touches(one[0]))
+    return after._replace(pending_truncations=_merge(truncations, others))
 
 
 def _without_process(state: State, pending_truncations: Mapping[int, str], *, running: bool) -> State:

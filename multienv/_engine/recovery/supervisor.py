@@ -1,14 +1,18 @@
-"""Keeps the envs of one worker alive: what is asked, what is answered, and what happens when the process is lost.
+"""Keeps the envs of one worker alive: what is sent, what is answered, and what happens when the process is lost.
 
-A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). The module ``state_machine``
-decides what follows from each event, and ``way_back`` from where envs are brought back into another process. The
-module ``hot_path`` sends plain steps to many workers at once and takes their answers. The ``Position`` holds what the
-caller has seen.
+A step: ``send_step`` sends it, ``collect`` waits for its reply, and ``_commit`` stores the answer and the state in one
+assignment. The module ``hot_path`` does all that for the plain steps of many workers.
+
+A death: the wait raises ``Gone``. ``_handle_loss`` asks the module ``state_machine`` what follows. ``_do_recover`` has
+the envs brought back, from one of the sources that ``way_back`` lists, and verified; ``take_over`` makes their process
+the worker's. ``_do_ask`` sends the request again, without the slots that are truncated, and ``_commit_reply`` commits.
+
+The ``Position`` holds what the caller has seen.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
-and the next call collects it. Another signal handler may raise anywhere: then the process counts as lost
-(``mark_lost``), and the next call recovers the envs to where the caller saw them last. So only the last assignment
-of ``_commit`` is written with an exception in mind.
+and the next call collects it. Another signal handler may raise anywhere: then the process is marked as lost
+(``mark_lost``), and the next call recovers the envs to where the caller saw them last. So only the last assignment of
+``_commit`` is written with an exception in mind.
 """
 
 from __future__ import annotations
@@ -258,7 +262,7 @@ class Supervisor:
     # --- requests ---------------------------------------------------------------------------------
 
     def send_step(self, action: Any, waits: bool = True, touched: tuple[bool, ...] | None = None) -> None:
-        """Publish a step; does not block.
+        """Send a step; does not block.
 
         Args:
             action: Of the action space; of several envs the batch of their actions.
@@ -268,67 +272,10 @@ class Supervisor:
         with self.lock:
             state = STEPPING if waits else STEPPING_ASYNC
             if touched is not None or not send_plain((self,), (0,), 0, (action,), state, self.asked_by):
-                self._prepare_step(action, waits, touched)
+                self._send_any_step(action, waits, touched)
 
-    def collect(self, timeout: float | None = None, recover: bool = True) -> Any:
-        """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
-
-        Args:
-            timeout: Seconds to wait for the process.
-            recover: Recover the envs of a lost process in this call; else :class:`RecoveryDue` is raised.
-
-        Raises:
-            WaitTimeout: The answer is not there within ``timeout``; the request stays pending.
-            EnvError: The env of a worker with one env raised.
-            WorkerLostError: The process was lost, and the policy says ``"raise"``, or its budget is spent.
-        """
-        with self.lock:
-            found: list[Any] = [MISSING]
-            if timeout is None and self.state in PLAIN_PENDING and not collect_plain((self,), (0,), found, self.state):
-                return found[0]
-            return self._run_until_answered(timeout, recover)
-
-    def is_answered(self, number: int, until: float | None) -> bool:
-        """Wait for the reply to a step or a plain reset; tell whether it is there.
-
-        The hot path calls this. False also means that the process has ended: :meth:`collect` waits once more, finds
-        that again, and notes the loss. With ``until`` nothing is done about the deadline of the request, either.
-        """
-        if until is not None and time.monotonic() >= until:
-            return False
-        if self.channel is None or self.segment.words[REQUEST] != number:  # recovered, and not asked again yet
-            return False
-        try:
-            return self._wait(number, until, ends_overdue=until is None)
-        except Gone:
-            return False
-
-    def with_infos(self, number: int) -> Any:
-        """Return the plain answer with pickled infos; ``None`` if they cannot be read, which the slow path tells of."""
-        return self.answers.plain_answer(self.segment, number)
-
-    def _wait(self, number: int, until: float | None, *, ends_overdue: bool = True) -> bool:
-        channel = self.channel
-        assert channel is not None
-        try:
-            if not ends_overdue:
-                return channel.wait(number, until)
-            brief = self.pending.brief(self.state.request, number) if until is None else 0.0
-            if brief and channel.wait(number, time.monotonic() + brief):
-                return True
-            return self.pending.await_reply(channel, number, until, self.state.request)
-        except BaseException:
-            if self._closed:  # by a signal handler above this call, which has left the rest to it
-                self._release()
-            raise
-
-    def record_time(self) -> None:
-        """Note how long the pending request took, when a wait for it has ended; deadlines are found by that."""
-        if self.segment is not None:
-            self.pending.record_time(self.segment, self.state.request)
-
-    def _prepare_step(self, action: Any, waits: bool, touched: tuple[bool, ...] | None) -> None:
-        """Ask for a step where the worker is not simply waiting for one."""
+    def _send_any_step(self, action: Any, waits: bool, touched: tuple[bool, ...] | None) -> None:
+        """Send a step that the hot path has left: something else is to be done first, or some envs are left alone."""
         self.check("step", Kind.STEP)
         if self.maintenance.is_due:
             self._replace_if_due(resetting=False)
@@ -344,7 +291,7 @@ class Supervisor:
             self._publish()
 
     def send(self, name: str, message: Message, waits: bool = True) -> None:
-        """Publish a request that is not a step; a lost process is not waited for here.
+        """Send a request that is not a step; a lost process is not waited for here.
 
         Args:
             name: What the caller called, for messages.
@@ -388,30 +335,100 @@ class Supervisor:
         """Return the slots that begin their next episode in the pending step, which they take no other part in."""
         return slots_beginning(state, self.position.ended(self.segment), self.rules) if state.skipped else ()
 
+    # --- answers ----------------------------------------------------------------------------------
+
+    def collect(self, timeout: float | None = None, recover: bool = True) -> Any:
+        """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
+
+        Args:
+            timeout: Seconds to wait for the process.
+            recover: Recover the envs of a lost process in this call; else :class:`RecoveryDue` is raised.
+
+        Raises:
+            WaitTimeout: The answer is not there within ``timeout``; the request stays pending.
+            EnvError: The env of a worker with one env raised.
+            WorkerLostError: The process was lost, and the policy says ``"raise"``, or its budget is spent.
+        """
+        with self.lock:
+            found: list[Any] = [MISSING]
+            if timeout is None and self.state in PLAIN_PENDING and not collect_plain((self,), (0,), found, self.state):
+                return found[0]
+            return self._run_until_answered(timeout, recover)
+
+    def resume(self) -> Any:
+        """Return the answer to the pending request; if none is pending, return the last answer again."""
+        with self.lock:
+            if self.state.request is not None:
+                return self.collect()
+            self._refuse_if_unusable("collect")
+            if isinstance(self.last_answer, BaseException):
+                raise self.last_answer
+            return self.last_answer
+
+    def is_answered(self, number: int, until: float | None) -> bool:
+        """Wait for the reply to a step or a plain reset; tell whether it is there.
+
+        The hot path calls this. False also means that the process has ended: :meth:`collect` waits once more, finds
+        that again, and notes the loss. With ``until`` nothing is done about the deadline of the request, either.
+        """
+        if until is not None and time.monotonic() >= until:
+            return False
+        if self.channel is None or self.segment.words[REQUEST] != number:  # recovered, and not asked again yet
+            return False
+        try:
+            return self._wait(number, until, ends_overdue=until is None)
+        except Gone:
+            return False
+
+    def with_infos(self, number: int) -> Any:
+        """Return the plain answer with pickled infos; ``None`` if they cannot be read, which the slow path tells of."""
+        return self.answers.plain_answer(self.segment, number)
+
+    def _wait(self, number: int, until: float | None, *, ends_overdue: bool = True) -> bool:
+        channel = self.channel
+        assert channel is not None
+        try:
+            if not ends_overdue:
+                return channel.wait(number, until)
+            brief = self.pending.brief(self.state.request, number) if until is None else 0.0
+            if brief and channel.wait(number, time.monotonic() + brief):
+                return True
+            return self.pending.await_reply(channel, number, until, self.state.request)
+        except BaseException:
+            if self._closed:  # by a signal handler above this call, which has left the rest to it
+                self._release()
+            raise
+
+    def record_time(self) -> None:
+        """Record how long the pending request took, when a wait for it has ended, to find deadlines by that."""
+        if self.segment is not None:
+            self.pending.record_time(self.segment, self.state.request)
+
+    def wait_target(self) -> tuple[Channel, int, float] | None:
+        """Return what to wait for: channel, number of the request, and when ``collect()`` has something to do anyway.
+
+        ``None``: it has now. Does not wait.
+        """
+        with self.lock:
+            instruction, channel = instruction_of(self.state, self.rules), self.channel
+            if channel is not None and instruction is Instruction.ASK:
+                number = self.position.number + 1
+            elif channel is not None and instruction is Instruction.AWAIT_BUILD:
+                number = self._building
+            else:
+                return None
+            self.pending.set_found_deadline(self.state.request)
+            return channel, number, self.pending.due(channel, number, self.state.request)
+
+    def set_deadline(self, seconds: float) -> None:
+        """Set the deadline of the pending request: so many seconds from now, and so many in each further process."""
+        with self.lock:
+            self.pending.set_deadline(seconds, self.position.number + 1)
+
     # --- carrying out -----------------------------------------------------------------------------
 
-    def _commit(self, *events: Event, number: int = 0, answer: Any = None, read: Reply | None = None) -> Instruction:
-        """Commit the state after these events, with an answer that has this number, if there is one, all or nothing.
-
-        An error for the caller is an answer, too. ``read``: what the answer has shown. Returns what to do next.
-        """
-        at, state, instruction = self.position, self.state, Instruction.NOTHING
-        for event in events:
-            state, instruction = decide(state, event, self.rules)
-            self.reporter.transitions.append((event, state))
-        if instruction in _RAISED:
-            assert self.loss_recovery is not None
-            number, answer = at.number + 2, self.loss_recovery.error(instruction, state, self.state.losses, self.policy)
-        if not number:
-            self.state = state
-            return instruction
-        seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
-        # This line calls nothing: a signal handler runs before it, or after it.
-        self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
-        return instruction
-
     def _run_until_answered(self, timeout: float | None, recover: bool) -> Any:
-        """Do what the state asks for until there is an answer."""
+        """Carry out one instruction after the other until there is an answer, and return or raise it."""
         if timeout is not None:
             check_seconds("timeout", timeout, zero=True)
         self._refuse_if_unusable("collect")
@@ -437,43 +454,6 @@ class Supervisor:
         if isinstance(self.last_answer, BaseException):
             raise self.last_answer
         return self.last_answer
-
-    def _do_ask(self, until: float | None) -> Instruction:
-        """Publish the request and wait for its answer."""
-        number, state = self.position.number + 1, self.state
-        try:
-            self._publish()
-            if until is None and state.is_plain and not collect_plain((self,), (0,), [MISSING], state):
-                return Instruction.DELIVER  # as if no process had been lost
-            if not self._wait(number, until):
-                raise WaitTimeout(
-                    f"{self.state.command}() has not answered in time. It is still running: wait again, or close()."
-                )
-            self._commit_reply(number)
-        except Gone as gone:  # is_answered() has swallowed it there: the channel raises it again in each wait
-            self._refuse_if_unusable("collect")
-            return self._handle_loss(gone)
-        return Instruction.DELIVER
-
-    def _handle_loss(self, gone: Gone) -> Instruction:
-        """Note that the process is lost; returns what the policy says."""
-        state, request, channel, number = self.state, self.state.request, self.channel, self.position.number + 1
-        assert channel is not None
-        if request is not None and request.is_plain_step:
-            self.pending.save(channel.segment, number)
-        self.position.journal.drop_after(number - 1)
-        before = self.loss_recovery
-        earlier = before.progress if before is not None and state.losses else None
-        parts = self.recoverer, self.reporter, self.pending, self.position
-        self.loss_recovery = LossRecovery(gone, channel, state, earlier, *parts, long_past=self._long_past)
-        instruction = self._commit(self.loss_recovery.event)
-        if gone.cause == "hung" and request is not None:
-            self.pending.lengthen_after_hang(request, number, gone.slot)
-        if instruction is not Instruction.RECOVER:
-            self._end_process()
-            if instruction is not Instruction.LAUNCH or self.codec is not None:  # else the envs are not built yet
-                self.loss_recovery.report_without_recovery(instruction, self.state, self._slots_beginning(self.state))
-        return instruction
 
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that cannot be recovered."""
@@ -519,6 +499,42 @@ class Supervisor:
         self.take_over(Revived(self.channel, NewEnvs(), self.position.build, {}, progress))
         return self._commit(Built())
 
+    def _do_ask(self, until: float | None) -> Instruction:
+        """Publish the request and wait for its answer."""
+        number, state = self.position.number + 1, self.state
+        try:
+            self._publish()
+            if until is None and state.is_plain and not collect_plain((self,), (0,), [MISSING], state):
+                return Instruction.DELIVER  # as if no process had been lost
+            if not self._wait(number, until):
+                raise WaitTimeout(
+                    f"{self.state.command}() has not answered in time. It is still running: wait again, or close()."
+                )
+            self._commit_reply(number)
+        except Gone as gone:  # is_answered() has swallowed it there: the channel raises it again in each wait
+            self._refuse_if_unusable("collect")
+            return self._handle_loss(gone)
+        return Instruction.DELIVER
+
+    def _handle_loss(self, gone: Gone) -> Instruction:
+        """Commit the loss of the process, and report it; return what the policy says to do."""
+        state, request, channel, number = self.state, self.state.request, self.channel, self.position.number + 1
+        assert channel is not None
+        if request is not None and request.is_plain_step:
+            self.pending.save_step(channel.segment, number)
+        self.position.journal.drop_after(number - 1)
+        earlier = self.loss_recovery.progress if self.loss_recovery is not None and state.losses else None
+        parts = self.recoverer, self.reporter, self.pending, self.position
+        self.loss_recovery = LossRecovery(gone, channel, state, earlier, *parts, long_past=self._long_past)
+        instruction = self._commit(self.loss_recovery.event)
+        if gone.cause == "hung" and request is not None:
+            self.pending.lengthen_after_hang(request, number, gone.slot)
+        if instruction is not Instruction.RECOVER:
+            self._end_process()
+            if instruction is not Instruction.LAUNCH or self.codec is not None:  # else the envs are not built yet
+                self.loss_recovery.report_without_recovery(instruction, self.state, self._slots_beginning(self.state))
+        return instruction
+
     def _do_recover(self, until: float | None) -> Instruction:
         """Recover the envs, or end their episodes."""
         loss_recovery = self.loss_recovery
@@ -543,7 +559,7 @@ class Supervisor:
         return instruction
 
     def _commit_budget_spent(self) -> Instruction:
-        """Note that no restart is left."""
+        """Commit that no restart is left, and report it."""
         assert self.loss_recovery is not None
         self.loss_recovery.report("raised", "the budget of restarts is spent")
         self._end_process()
@@ -568,10 +584,30 @@ class Supervisor:
         Instruction.TRUNCATE: _do_truncate,
     }
 
-    # --- an answer --------------------------------------------------------------------------------
+    # --- committing an answer ---------------------------------------------------------------------
+
+    def _commit(self, *events: Event, number: int = 0, answer: Any = None, read: Reply | None = None) -> Instruction:
+        """Commit the state after these events, with an answer that has this number, if there is one, all or nothing.
+
+        An error for the caller is an answer, too. ``read``: what the answer has shown. Returns what to do next.
+        """
+        at, state, instruction = self.position, self.state, Instruction.NOTHING
+        for event in events:
+            state, instruction = decide(state, event, self.rules)
+            self.reporter.transitions.append((event, state))
+        if instruction in _RAISED:
+            assert self.loss_recovery is not None
+            number, answer = at.number + 2, self.loss_recovery.error(instruction, state, self.state.losses, self.policy)
+        if not number:
+            self.state = state
+            return instruction
+        seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
+        # This line calls nothing: a signal handler runs before it, or after it.
+        self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
+        return instruction
 
     def _commit_reply(self, number: int) -> None:
-        """Read, journal, commit and count the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
+        """Read, record, commit and count the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
         state, channel, position, loss_recovery = self.state, self.channel, self.position, self.loss_recovery
         request = state.request
         assert request is not None
@@ -600,7 +636,7 @@ class Supervisor:
             self.apply_limits(number)
 
     def _commit_rollout(self, number: int) -> None:
-        """Read, journal, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
+        """Read, record, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
         channel, position, message = self.channel, self.position, self.pending.message
         assert channel is not None
         assert isinstance(message, Rollout)
@@ -623,37 +659,6 @@ class Supervisor:
             self.position.count_step(answer, self.segment, number)
         if not number & SAMPLE or self.answers.points_in == number or self.maintenance.recycling.wanted:
             self.apply_limits(number)
-
-    def resume(self) -> Any:
-        """Return the answer to the pending request; if none is pending, return the last answer again."""
-        with self.lock:
-            if self.state.request is not None:
-                return self.collect()
-            self._refuse_if_unusable("collect")
-            if isinstance(self.last_answer, BaseException):
-                raise self.last_answer
-            return self.last_answer
-
-    def wait_target(self) -> tuple[Channel, int, float] | None:
-        """Return the channel to wait for, the number of the request, and when ``collect()`` has something to do anyway.
-
-        ``None``: it has now. Does not wait.
-        """
-        with self.lock:
-            instruction, channel = instruction_of(self.state, self.rules), self.channel
-            if channel is not None and instruction is Instruction.ASK:
-                number = self.position.number + 1
-            elif channel is not None and instruction is Instruction.AWAIT_BUILD:
-                number = self._building
-            else:
-                return None
-            self.pending.find_limit(self.state.request)
-            return channel, number, self.pending.due(channel, number, self.state.request)
-
-    def set_deadline(self, seconds: float) -> None:
-        """Give the pending request a deadline: so many seconds from now, and so many in each further process."""
-        with self.lock:
-            self.pending.set_deadline(seconds, self.position.number + 1)
 
     # --- the present process ----------------------------------------------------------------------
 
@@ -682,7 +687,7 @@ class Supervisor:
             show(self.answers.spaces_in(spaces))
 
     def take_over(self, revived: Revived, *, long_past: bool = False) -> None:
-        """Go on with a process in which the envs are back, and end the one before. Every way back ends here."""
+        """Take over a process in which the envs are back, and end the one before. Every way back ends here."""
         if self.codec is None:
             self._lay_out()
         position, channel, old = self.position, revived.channel, self.channel
@@ -714,7 +719,7 @@ class Supervisor:
             self.channel.release(keep_memory=True)
 
     def _discard(self) -> None:
-        """End the process; the envs' episode is given up too."""
+        """End the process, and the episodes of its envs."""
         self._end_process()
         self.loss_recovery = None
         if self.state.process is not Process.NONE:
@@ -748,7 +753,7 @@ class Supervisor:
             position.journal.apply_limits(position.seconds, channel.segment.words)
             if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:
                 self.maintenance.update_due(channel, partial(self.may_build_new_envs, resetting=resetting))
-            self.pending.learn()
+            self.pending.find_deadlines()
 
     def may_build_new_envs(self, *, resetting: bool) -> bool:
         """Tell whether new envs may replace all; ``resetting``: the next request resets all."""
@@ -885,7 +890,7 @@ class Supervisor:
                 return answer
 
     def mark_lost(self, *, keeps_request: bool) -> None:
-        """Count the process as lost if a request is pending, for which see :class:`Interrupted`."""
+        """Mark the process as lost if a request is pending; ``keeps_request``: see :class:`Interrupted`."""
         with self.lock:
             if self.state.request is not None:
                 if self.state.process is Process.READY:  # else it is lost already, and its envs are recovered next
@@ -893,7 +898,7 @@ class Supervisor:
                 self._commit(Interrupted(keeps_request))
 
     def mark_lost_meanwhile(self) -> None:
-        """Commit, for a while, the state of a worker whose envs are recovered next: an exception leaves it so."""
+        """Mark the process as lost until another state is committed: an exception in between leaves it so."""
         self.loss_recovery = None
         self.state = decide(self.state, Interrupted(), self.rules)[0]
 
@@ -941,7 +946,7 @@ class Supervisor:
                 if mine or not self.lock.acquire(timeout=min(limit, SOON)):
                     self.reporter.events.append((lambda _: self.close(0.0), None))  # when that call is done
                     return
-            self._end(limit, until)  # again does nothing, unless it was interrupted
+            self._close_process(limit, until)  # again does nothing, unless it was interrupted
             self.reporter.log_rest()
             self._release()
         finally:
@@ -951,8 +956,8 @@ class Supervisor:
                 except RuntimeError:
                     pass
 
-    def _end(self, limit: float, until: float) -> None:
-        """Have a process close its envs and end, once it has answered what is pending; kill it if it does not."""
+    def _close_process(self, limit: float, until: float) -> None:
+        """End a process by a request to close its envs, after the answer to the pending one; else kill it."""
         channel, state, number = self.channel, self.state, self.position.number + 1
         self._commit(Closed())
         if channel is None or state.process is Process.NONE:

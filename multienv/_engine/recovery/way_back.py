@@ -396,7 +396,7 @@ class LossStatistics:
         return max(_LEAST_MEAN, (self.seconds - self._times[0]) / (len(self._times) - 1)) if self.count else 0.0
 
     def record(self, progress: RecoveryProgress, before: RecoveryProgress | None, kind: Hashable, limit: float) -> None:
-        """Note a loss, and how often its request may be tried.
+        """Record a loss, and decide how often its request may be tried.
 
         A request that always ends its process (poison) is given up soon. If most of those that ended one went through
         when they were repeated, it is chance: then there are more tries, but none begins later than after ``limit``.
