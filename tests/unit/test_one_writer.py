@@ -45,7 +45,7 @@ CHANGES = {
         "record_replay_points",
         "count_time",
         "move_to",
-        "show",
+        "set_shown",
         "load",
     },
     "Journal": {

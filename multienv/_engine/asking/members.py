@@ -278,7 +278,7 @@ class Members:
                 is_pending = is_pending_in(current, supervisor)
                 answer = supervisor.collect(None, recovers) if is_pending else supervisor.resume()
                 if self._autoreset is not None and current.requests[member].name == "step":
-                    answer = self._follow(current, member, answer)
+                    answer = self._step_outcome(current, member, answer)
                 if answer is not MISSING:
                     current.answers[member] = answer
             except RecoveryDue:
@@ -288,7 +288,7 @@ class Members:
             except MultienvError as error:
                 self._record_failure(current, member, error)
 
-    def _follow(self, current: Round, member: int, answer: Any) -> Any:
+    def _step_outcome(self, current: Round, member: int, answer: Any) -> Any:
         """Return the outcome of a step after this answer to it; MISSING if a request follows."""
         autoreset, supervisor, ended = self._autoreset, self.supervisors[member], current.endings.get(member)
         assert autoreset is not None

@@ -25,7 +25,7 @@ from multienv._engine.processes.channel import SPIN_SECONDS, Channel
 from multienv._engine.processes.watch import Watched
 from multienv._engine.recovery.state_machine import EPISODE_OVER, RESETTING, RESETTING_ASYNC, RUNNING, Kind, State
 from multienv._engine.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP, INT_STEP
-from multienv._engine.wire.banks import BEGIN, ENDED, STEP, STEPPED
+from multienv._engine.wire.banks import ENDED, RESET, STEP, STEPPED
 from multienv._engine.wire.codecs import REWARD_TYPES, Codec
 from multienv._engine.wire.infos import NO_COLUMNS, Extras, NumberInfos, described
 from multienv._engine.wire.messages import PLAIN_RESET
@@ -120,7 +120,7 @@ def plain_heads(*, verbatim: bool) -> dict[int, int]:
         for flag in (0, ENDED)
         for reward in rewards
     }
-    return heads | {BEGIN | STEPPED << 16: BEGINS} if verbatim else heads
+    return heads | {RESET | STEPPED << 16: BEGINS} if verbatim else heads
 
 
 def set_plain_reset(supervisor: Any, waits: bool) -> bool:

@@ -23,7 +23,7 @@ from multienv._engine.recovery.state_machine import (
 from multienv._engine.recovery.way_back import RecoveryProgress, sources_after_loss
 from multienv._engine.reports.texts import what_happened
 from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.segment import ASKED
+from multienv._engine.wire.segment import ASKED_OUTSIDE
 from multienv.config import RestartPolicy
 from multienv.errors import MultienvError, RestartBudgetExceeded
 from multienv.events import Outcome
@@ -63,7 +63,7 @@ def useful_snapshot(gone: Gone, lost: Channel, number: int) -> int | None:
     if snapshot is not None and snapshot > number:  # of a request that was taken back
         sometimes("a snapshot is newer than the last answer")
         return None
-    if snapshot is not None and snapshot < lost.segment.words[ASKED]:
+    if snapshot is not None and snapshot < lost.segment.words[ASKED_OUTSIDE]:
         sometimes("an env has asked outside after its snapshot")
         return None
     return snapshot
@@ -130,11 +130,11 @@ class LossRecovery:
             sources = sources_after_loss(journal, copy, long_past=self.long_past)
             found = recoverer.bring_back(position.build, sources, self.progress, lost=self._lost, why_no_source=why)
         except Unrecoverable as why_not:
-            reason = f"{self._because(str(why_not))} {journal.memory.lost}".rstrip()
+            reason = f"{self._truncation_reason(str(why_not))} {journal.memory.lost}".rstrip()
             return None, NotRecovered(reason, is_built=not isinstance(why_not, NotBuilt))
-        return found, Recovered({slot: self._because(what) for slot, what in found.mismatches.items()})
+        return found, Recovered({slot: self._truncation_reason(what) for slot, what in found.mismatches.items()})
 
-    def _because(self, what: str) -> str:
+    def _truncation_reason(self, what: str) -> str:
         """Return the reason for a truncation: what happened, and why the envs cannot be recovered."""
         return self._with_snapshot_failure(f"{what_happened(self.loss)} It cannot be recovered: {what}.")
 

@@ -15,12 +15,12 @@ from multienv._engine.reports.texts import deadline_of, foreign_frames
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.actions import PICKLED
 from multienv._engine.wire.banks import (
-    BEGIN,
     BEGUN,
     HEAD,
     LEFT_ALONE,
     MESSAGE,
     NOT_RESET,
+    RESET,
     SKIPPED,
     STEP,
     STEPPED,
@@ -207,7 +207,7 @@ class Pending:
             self._limits.find_deadlines(self._position.steps, self._position.episodes)
             self.step_limit = self._limits.step
 
-    def brief(self, request: Request | None, number: int) -> float:
+    def brief_wait(self, request: Request | None, number: int) -> float:
         """Return for how many seconds a request may be waited for before its deadline, ``"auto"``, is looked at."""
         is_own = self.until is not None and not self._is_found(request, number)
         return BRIEF * LEAST if self._limits.is_finding and not is_own else 0.0
@@ -284,7 +284,7 @@ class Pending:
                 bank.view[1] = bank.view[1] & ~SKIPPED | flag
             else:
                 if self.message is PLAIN_RESET:
-                    HEAD.pack_into(bank.view, 0, BEGIN, flag, STEPPED, 0, 0, number & U32, 0)
+                    HEAD.pack_into(bank.view, 0, RESET, flag, STEPPED, 0, 0, number & U32, 0)
                 else:
                     segment.write_request_payload(number, self.payload)
                     HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & U32, 0)
@@ -431,7 +431,7 @@ class Pending:
         if request is None:
             return b""
         if not request.is_plain_step:
-            kind = BEGIN if self.message is PLAIN_RESET else MESSAGE
+            kind = RESET if self.message is PLAIN_RESET else MESSAGE
             part, payload = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.payload
         else:
             self.save_step(segment, number)

@@ -180,7 +180,7 @@ class Position:
         rows = bytes(bank.view[bank.layout.rewards :]) if self.seen else b""  # else a lost process may have written it
         return {"seen": self.seen, "pickled_rows": self.pickled_rows_now, "bank": rows}
 
-    def show(self, segment: Segment, shown: Mapping[str, Any]) -> None:
+    def set_shown(self, segment: Segment, shown: Mapping[str, Any]) -> None:
         """Set what the caller has seen to what :meth:`shown` returned; write its rows into a bank of ``segment``."""
         self.seen = shown["seen"]
         self.pickled_rows = self.seen, list(shown["pickled_rows"])
@@ -191,7 +191,7 @@ class Position:
     def move_to(self, segment: Segment, before: Segment | None) -> None:
         """Go on in another process's segment, which then has what the one before showed last."""
         if before is not None:
-            self.show(segment, self.shown(before))
+            self.set_shown(segment, self.shown(before))
         self._others = segment.times[OTHER_SECONDS]
 
     def dump(self, segment: Segment) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Position:
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Hold what :meth:`dump` returned, but for what was seen last: that needs a process, see :meth:`show`."""
+        """Hold what :meth:`dump` returned, but for what was seen last: that needs a process, see :meth:`set_shown`."""
         self.journal.load(data["journal"])
         seeds, draws, generators, code = data["build"]
         self.build = replace(self.build, seeds=seeds, draws=draws, generators=generators, code=code)

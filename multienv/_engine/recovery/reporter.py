@@ -205,7 +205,7 @@ class Reporter:
         known = journal.recording and codec is not None
         packed = build.env_fns
         if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
-            packed = packed.again()
+            packed = packed.copy()
         return Case(
             replays=partial(replays_of, journal.dump() if known else None),
             size=len(journal) if known else 0,

@@ -16,7 +16,7 @@ from multienv._engine.recovery.hot_path import GOES_ON, plain_heads
 from multienv._engine.recovery.position import Position
 from multienv._engine.reports.texts import cause_of, counted
 from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
+from multienv._engine.wire.banks import ENDED, FAILED, RESET, SKIPPED, STEP, entry_of
 from multienv._engine.wire.infos import Extras, Illegible, NumberInfos, numbers_in
 from multienv._engine.wire.messages import PLAIN_RESET, Failure, Rollout, RolloutResult, call_user_code
 from multienv._engine.wire.rows import batch_of, leaf_spaces, nested, stacked
@@ -117,7 +117,7 @@ class RolloutReader:
         """
         scratch, answers, aside = self._scratch, self._answers, self._aside
         reply = RolloutReply(failure=result.failure)
-        scratch.show(aside, message.shown)
+        scratch.set_shown(aside, message.shown)
         answers.points_in = 0
         shown = [self._legible(reply, self._first)]
         memory, size = memoryview(result.banks), aside.layout.size
@@ -145,7 +145,7 @@ class RolloutReader:
             if answers.points_in == number:
                 reply.replay_points += answers.points
             if read.seen != number:  # it shows nothing: what was seen last is seen once more
-                scratch.show(aside, {**scratch.shown(aside), "seen": number})
+                scratch.set_shown(aside, {**scratch.shown(aside), "seen": number})
                 bank.rewards[:], bank.terminated[:], bank.truncated[:] = 0.0, False, True
             view[:] = bank.view
         reply.shown = {**scratch.shown(aside), "seen": number}
@@ -207,7 +207,7 @@ class RolloutReader:
         """Read a step of a single env, or the reset that followed one, which lies in its bank."""
         answers, aside, step = self._answers, self._aside, reply.steps
         view = aside.banks[read.number & 1].view
-        begins, failed = view[0] == BEGIN, view[2] == FAILED
+        begins, failed = view[0] == RESET, view[2] == FAILED
         if view[1] & SKIPPED:
             answer: Any = answers.truncation(aside, skipped)
         elif begins:

@@ -93,7 +93,7 @@ from multienv._engine.wire.messages import (
     Rollout,
     pack_message,
 )
-from multienv._engine.wire.segment import ASKED, REQUEST
+from multienv._engine.wire.segment import ASKED_OUTSIDE, REQUEST
 from multienv._engine.worker.replay_points import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import ClosedError, MultienvError, UsageError, WaitTimeout
@@ -206,7 +206,7 @@ class Supervisor:
         self.closing = Closing(self.recoverer.send_close, deadlines.close)
         self.channel: Channel | None = None
         self.loss_recovery: LossRecovery | None = None
-        self._building = 0  # number of the request that builds the envs for the first time
+        self._build_number = 0  # number of the request that builds the envs for the first time
         self._long_past = False  # the process has repeated more of the past than a recovery has to
         self._why_lost = ""  # the process was ended to be replaced, and no new one could be had
         self.rules = Rules(resets_itself=resets_itself, on_crash=policy.on_crash, on_timeout=policy.on_timeout)
@@ -251,7 +251,7 @@ class Supervisor:
         progress = self.recoverer.new_progress(planned=True) if loss_recovery is None else loss_recovery.progress
         try:
             self.recoverer.charge_budget(progress, self.position.steps)
-            self.channel, self._building = self.recoverer.launch(self.position.build, progress)
+            self.channel, self._build_number = self.recoverer.launch(self.position.build, progress)
         except (BudgetSpentError, Unrecoverable):
             self._refuse_if_unusable("initialize")
             return self._commit_budget_spent()
@@ -390,7 +390,7 @@ class Supervisor:
         try:
             if not ends_overdue:
                 return channel.wait(number, until)
-            brief = self.pending.brief(self.state.request, number) if until is None else 0.0
+            brief = self.pending.brief_wait(self.state.request, number) if until is None else 0.0
             if brief and channel.wait(number, time.monotonic() + brief):
                 return True
             return self.pending.await_reply(channel, number, until, self.state.request)
@@ -414,7 +414,7 @@ class Supervisor:
             if channel is not None and instruction is Instruction.ASK:
                 number = self.position.number + 1
             elif channel is not None and instruction is Instruction.AWAIT_BUILD:
-                number = self._building
+                number = self._build_number
             else:
                 return None
             self.pending.set_found_deadline(self.state.request)
@@ -479,9 +479,9 @@ class Supervisor:
         assert self.channel is not None
         error = None  # raised below: its traceback must not keep the segment mapped as long as the caller keeps it
         try:
-            if not self._wait(self._building, until):
+            if not self._wait(self._build_number, until):
                 raise WaitTimeout("initialize() has not answered in time. It is still running: wait again, or close().")
-            self.recoverer.await_build(self.position.build, self.channel, self._building, self.pending.until)
+            self.recoverer.await_build(self.position.build, self.channel, self._build_number, self.pending.until)
         except Gone as gone:
             self._refuse_if_unusable("initialize")
             return self._handle_loss(gone)
@@ -644,7 +644,7 @@ class Supervisor:
             self._rollout_reader = RolloutReader(self.answers, position)
         reply = self._rollout_reader.read_reply(channel, number, message, self.state.skipped)
         position.journal.record_rollout(number, reply.entries)
-        position.show(channel.segment, reply.shown)
+        position.set_shown(channel.segment, reply.shown)
         channel.segment.banks[number & 1].skipped[:] = 0
         self._commit(Replied(ended=reply.is_over), number=position.seen, answer=reply.answer)
         self.reporter.report_truncated_errors(reply.truncated_errors, channel.pid)
@@ -778,7 +778,7 @@ class Supervisor:
             return
         before, channel = self.state, self.channel
         assert channel is not None
-        has_asked = bool(channel.segment.words[ASKED])
+        has_asked = bool(channel.segment.words[ASKED_OUTSIDE])
         if plan.ends_first:
             self.mark_lost_meanwhile()
             self.closing.end(channel, *self.closing.time(), keep_memory=True)
@@ -859,7 +859,7 @@ class Supervisor:
         spaces = position.spaces
         position.load(where)
         self.take_over(revived)
-        position.show(revived.channel.segment, where["shown"])
+        position.set_shown(revived.channel.segment, where["shown"])
         if position.spaces != spaces:
             self._set_spaces(position.spaces)
         self.state = checkpoint.state_at(where)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from multienv._engine.wire.banks import BEGIN
+from multienv._engine.wire.banks import RESET
 from multienv._engine.wire.reducers import pickled
 from multienv.errors import UsageError
 
@@ -380,12 +380,12 @@ _LENGTH, _RESET = 11, pickle.dumps(Reset, protocol=5)[11:-1]
 
 def is_reset(kind: int, payload: bytes) -> bool:
     """Tell whether a request is a reset; nothing is unpickled, which would run code of the user."""
-    return kind == BEGIN or payload.startswith(_RESET, _LENGTH)
+    return kind == RESET or payload.startswith(_RESET, _LENGTH)
 
 
 def message_of(kind: int, payload: bytes) -> Message:
     """Return the message of a request that is not a step; unpickling runs code of the user."""
-    if kind == BEGIN:
+    if kind == RESET:
         return PLAIN_RESET
     message: Message = pickle.loads(payload)
     return message
