@@ -129,7 +129,7 @@ class InFlight:
         self._poll_all_at = 0.0  # when to go over all members that are asked: for deadlines, say
         self._heard_at = 0.0  # when slow members were looked for last
         self._poll_now: set[int] = set()  # members to go over by the next call: no event may tell of them
-        self._slow: set[int] = set()  # members that were asked when all were gone over: their times are noted
+        self._slow: set[int] = set()  # members that were asked when all were polled: their times are recorded
         self.hooks_due: set[int] = set()
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class InFlight:
         asked, known, tasks = current.requests, current.answers, current.tasks
         if known or tasks or not asked.keys() >= set(answered):
             answered = [one for one in answered if one in asked and one not in known and one not in tasks]
-        if current.endings:  # that is the reset after it, and what it comes to is told of both together
+        if current.endings:  # the answer is that to the reset after it: both make one outcome
             others += [member for member in answered if member in current.endings]
             answered = [member for member in answered if member not in current.endings]
         supervisors, backwards = members.supervisors, answered[::-1]  # the last one is collected first

@@ -131,7 +131,7 @@ class Round:
         name: What the caller called; ``""``: the members are in flight.
         requests: For each member that is asked, where its request is held. Members that are left alone are not in it.
         waits: Asked and answered in one call of the caller's; else in two halves, or in flight.
-        flight: An ``InFlight``, by which members in flight are asked and heard; ``None``: of a call.
+        flight: An ``InFlight``, which sends to members in flight and collects from them; ``None``: of a call.
         resumed: It was broken off, and a later call completes it.
         sending: Members that are being asked; ``()``: all are asked.
         is_broken: An exception of a signal handler has left a call; the next one counts its workers as lost.

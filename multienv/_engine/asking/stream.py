@@ -4,8 +4,8 @@ An env is in one of three places. The caller has it; or a request to it is under
 result is ready (``Stream.ready``), until that is delivered to the caller. A worker that is free is sent the requests
 to all of its envs that have one, and its others are left alone.
 
-Most often all that has come is plain answers to steps, and the caller gets all of them at once. Then they are not noted
-as ready: they stay in the round (``Round.answers``) until they are delivered. This saves a third of the time.
+Most often all that has come is plain answers to steps, and the caller gets all of them at once. Then they do not become
+ready results: they stay in the round (``Round.answers``) until they are delivered. This saves a third of the time.
 
 **Ctrl-C.** A change from one place to another is stored as ``pending_change`` first, and made then; a delivery with the
 last store before the call returns. So an interrupted call has sent all of its requests or none, and has delivered all
@@ -60,7 +60,7 @@ class Stream:
         self._due: dict[int, None] = {}  # members that there may be something to ask
         self.pending_change: Callable[[Stream], None] | None = None  # no bound method: it would be a circle
         self.reader = 0
-        self._is_changing = False  # carries out what is decided, or asks members
+        self._is_changing = False  # makes the pending change, or sends requests
         # Seconds that recv() has waited; that envs were ready, and that the caller had them, of all envs together.
         self._waited = self._were_ready = self._were_idle = 0.0
         self._counted = 0.0  # when these were counted last
@@ -381,7 +381,7 @@ class Stream:
         """Send the members that are free the requests that they are due to get. Again does nothing.
 
         Args:
-            steps: All that there is to ask, if it is steps of envs that share no member; ``None``: it is to be found.
+            steps: All that there is to send, if it is steps of envs that share no member; ``None``: it is to be found.
             actions: Those of the steps once more, in the form that is sent fastest.
         """
         if self._is_changing:

@@ -202,7 +202,7 @@ def collect_plain(  # noqa: C901 - one loop, because each call counts here
     state: State,
     leaves_ends: bool = False,
 ) -> bool:
-    """Wait for plain answers, of the worker that was asked last first, and commit them and put them into ``answers``.
+    """Wait for plain answers, of the worker that was asked last first; commit them, and put them into ``answers``.
 
     A worker alone is waited for until it answers or is lost; of several, one that is slow is left.
 

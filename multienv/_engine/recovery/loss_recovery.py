@@ -76,14 +76,14 @@ class LossRecovery:
         gone: How the process was lost. It is not kept: its traceback would keep the segment mapped.
         lost: The channel of the lost process.
         state: The worker's before.
-        earlier: What the recovery before has taken, if that was for the same request.
+        earlier: The progress of the recovery before, if that was for the same request.
         recoverer, reporter, pending, position: Of the worker.
         long_past: The process came from a recovery, and had repeated more of the past than that needs.
 
     Attributes:
-        loss: What is told of it.
+        loss: What is reported of it.
         event: The same for the state machine.
-        progress: What the recovery has taken so far.
+        progress: How far the recovery has come, and what it has cost.
         long_past: The past may be the cause: this process was started for this very request. A short replay is tried
             first.
     """

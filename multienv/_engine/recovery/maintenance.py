@@ -175,7 +175,7 @@ class Replacement:
     Attributes:
         new_slots: Slots whose envs are to be new ones.
         ends_first: The old process ends before the new one is built.
-        progress: What it has taken.
+        progress: How far it has come, and what it has cost.
     """
 
     def __init__(

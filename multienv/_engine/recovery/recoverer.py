@@ -1,4 +1,4 @@
-"""Start the processes of one worker, ask them internal requests, and bring its envs back in them.
+"""Start the processes of one worker, send them internal requests, and bring its envs back in them.
 
 ``bring_back`` carries out what ``way_back`` decides: it tries one source after the other, and compares what comes back
 with what the caller saw, slot by slot.
@@ -182,7 +182,7 @@ class Revived:
 
 
 class BatchCode:
-    """Keeps one copy of the list of files, which is long, and has each changed file told once.
+    """Keeps one copy of the list of files, which is long, and warns of each changed file once.
 
     Attributes:
         builds_alone: An env could not be built beside the one that it was to replace, which holds a port or a lock.
@@ -213,7 +213,7 @@ class BatchCode:
 class BuildTurns:
     """Bounds how many workers build their envs at the same time.
 
-    A turn is taken by name, and taking it again does nothing. So an interruption right after that costs no turn.
+    A turn is acquired by name, and to acquire it again does nothing. So an interruption right after that costs no turn.
 
     Args:
         most: How many may build at the same time.

@@ -295,9 +295,9 @@ class Instruction(Enum):
     """Names what the supervisor does next."""
 
     NOTHING = "nothing"  # wait for the caller
-    LAUNCH = "launch"  # launch a process and ask it to build the envs
+    LAUNCH = "launch"  # launch a process, which builds the envs
     AWAIT_BUILD = "await build"  # wait until the envs are built
-    ASK = "ask"  # publish the pending request, without its skipped slots, and wait for the answer
+    ASK = "ask"  # send the pending request, without its skipped slots, and collect the answer
     RECOVER = "recover"  # bring the envs back from one source after the other: see way_back
     DELIVER = "deliver"  # return the answer to the caller, with truncations written over it
     TRUNCATE = "truncate"  # return truncated=True to the caller for all slots, without asking a process

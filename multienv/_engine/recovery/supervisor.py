@@ -226,7 +226,7 @@ class Supervisor:
     # --- start ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Launch the process and ask it to build the envs; does not wait. Again does nothing."""
+        """Launch the process, which builds the envs; does not wait. Again does nothing."""
         with self.lock:
             self._refuse_if_unusable("start")
             if self.state.process is Process.NONE and self.codec is None:
@@ -246,7 +246,7 @@ class Supervisor:
             return self.recoverer.description
 
     def _launch(self) -> Instruction:
-        """Launch the first process and ask it to build the envs; one that replaces a lost one is charged."""
+        """Launch the first process, which builds the envs; one that replaces a lost one is charged to the budget."""
         loss_recovery = self.loss_recovery
         progress = self.recoverer.new_progress(planned=True) if loss_recovery is None else loss_recovery.progress
         try:
@@ -369,7 +369,7 @@ class Supervisor:
         """Wait for the reply to a step or a plain reset; tell whether it is there.
 
         The hot path calls this. False also means that the process has ended: :meth:`collect` waits once more, finds
-        that again, and notes the loss. With ``until`` nothing is done about the deadline of the request, either.
+        that again, and handles the loss. With ``until`` nothing is done about the deadline of the request, either.
         """
         if until is not None and time.monotonic() >= until:
             return False
