@@ -271,9 +271,9 @@ def test_a_deadline_in_seconds_is_looked_at_from_the_first_moment_on(tmp_path: P
     with SubprocessEnv(partial(UnevenEnv, tmp_path), deadlines=Deadlines(step=30.0)) as env:
         env.reset(seed=5)
         worker = supervisor_of(env)
-        assert worker.pending.brief(Request(Kind.RESET, "reset"), worker.position.number + 1) > 0.0
+        assert worker.pending.brief_wait(Request(Kind.RESET, "reset"), worker.position.number + 1) > 0.0
         env.step_async(0)
-        assert worker.pending.brief(worker.state.request, worker.position.number + 1) == 0.0
+        assert worker.pending.brief_wait(worker.state.request, worker.position.number + 1) == 0.0
         env.step_wait()
 
 

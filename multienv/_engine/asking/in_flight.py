@@ -212,7 +212,7 @@ class InFlight:
         others = members.finished_threads(current) if current.tasks else []
         polls_all = now >= self._poll_all_at
         if polls_all or self._poll_now:
-            others += self._poll(members, current, now, polls_all=polls_all)
+            others += self._poll_members(members, current, now, polls_all=polls_all)
         answered, ended = self._watch.heard(-inf if others else min(until, self._poll_all_at), looks_for_ends=polls_all)
         if self._slow:
             # Else an answer may have lain there while the trainer was elsewhere.
@@ -223,7 +223,7 @@ class InFlight:
             self._heard_at = monotonic()
         return answered, others + ended
 
-    def _poll(self, members: Members, current: Round, now: float, *, polls_all: bool) -> list[int]:
+    def _poll_members(self, members: Members, current: Round, now: float, *, polls_all: bool) -> list[int]:
         """Return the members whose answers can be collected; leave those that are overdue to threads."""
         ready, asked, wake = members.poll(current, list(current.requests if polls_all else self._poll_now), now)
         self._watch.add((member, *line) for member, line in asked.items())
