@@ -2,12 +2,12 @@
 
 The Python code is the reference, line for line:
 
-    Words           control words                       a memoryview
-    Parts, ask      the trainer's requests              recovery/hot_path.py
-    Hot, take       the trainer's answers               wire/codecs.py, recovery/hot_path.py
-    Step            a worker's step                     worker/stepper.py
-    serve           a worker's loop                     worker/main.py
-    write_digests   digests of observations             wire/digests.py
+    Words                 control words             a memoryview
+    Parts, send_plain     the trainer's requests    recovery/hot_path.py
+    Hot, collect_plain    the trainer's answers     wire/codecs.py, recovery/hot_path.py
+    Step                  a worker's step           worker/stepper.py
+    serve                 a worker's loop           worker/main.py
+    write_digests         digests of observations   wire/digests.py
 
 This file knows segments, words, records and buffers. States, policies and errors stay Python: whatever is not plain is
 left to the reference, for one worker or one result at a time.
@@ -778,13 +778,13 @@ note_asked(PyObject *watched, PyObject *member, Hot *hot, PyObject *number)
     return failed ? FAILED : DONE;
 }
 
-/* Keeps what ask() shares between workers. */
+/* Keeps what send_plain() shares between workers. */
 typedef struct {
     PyObject *actions, *state, *asker, *watched; /* watched: NULL, or a Watched */
-} Asking;
+} Sending;
 
 static Outcome
-ask_one(PyObject *supervisor, PyObject *member, Py_ssize_t place, Asking *asking)
+send_one(PyObject *supervisor, PyObject *member, Py_ssize_t place, Sending *sending)
 {
     int64_t request;
     PyObject *number = NULL, *until = NULL, *running = constant(s_RUNNING);
@@ -793,11 +793,11 @@ ask_one(PyObject *supervisor, PyObject *member, Py_ssize_t place, Asking *asking
         return PyErr_Occurred() ? FAILED : LEFT;
     }
     Outcome outcome = LEFT;
-    if (*hot->state == running && *hot->asked_by == asking->asker && *hot->is_due == Py_False) {
-        outcome = write_action(hot, number, request, asking->actions, place);
+    if (*hot->state == running && *hot->asked_by == sending->asker && *hot->is_due == Py_False) {
+        outcome = write_action(hot, number, request, sending->actions, place);
     }
-    if (outcome == DONE && asking->watched != NULL) {
-        outcome = note_asked(asking->watched, member, hot, number);
+    if (outcome == DONE && sending->watched != NULL) {
+        outcome = note_asked(sending->watched, member, hot, number);
     }
     if (outcome == DONE) {
         PyObject *limit = *hot->step_limit;
@@ -808,7 +808,7 @@ ask_one(PyObject *supervisor, PyObject *member, Py_ssize_t place, Asking *asking
     if (outcome == DONE) {
         put(hot->limit, *hot->step_limit);
         put(hot->until, until);
-        put(hot->state, asking->state);
+        put(hot->state, sending->state);
         atomic_store(&hot->words->words[REQUEST], request);
         if (atomic_load(&hot->words->words[WORKER_SLEEPS]) && called(PyObject_CallOneArg(hot->ring, number)) < 0) {
             outcome = FAILED;
@@ -919,15 +919,15 @@ spin(Words *words, int64_t request, long long spins)
     return is_there;
 }
 
-/* Keeps what take() shares between workers. */
+/* Keeps what collect_plain() shares between workers. */
 typedef struct {
     PyObject *state, *until;
     int several, leaves_ends;
-} Taking;
+} Collecting;
 
 /* Waits for the reply; whether it is there. */
 static int
-wait_for(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, Taking *taking)
+wait_for(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, Collecting *collecting)
 {
     int is_there = hot->spins != 0 && atomic_load(&hot->words->words[REPLY]) == request;
     if (hot->spins && !is_there) {
@@ -937,11 +937,11 @@ wait_for(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, Taki
         return is_there;
     }
     double patience;
-    if (taking->several && taking->until == NULL &&
-        (number_constant(s__PATIENCE, &patience) < 0 || (taking->until = time_from_now(patience)) == NULL)) {
+    if (collecting->several && collecting->until == NULL &&
+        (number_constant(s__PATIENCE, &patience) < 0 || (collecting->until = time_from_now(patience)) == NULL)) {
         return -1;
     }
-    PyObject *until = taking->until == NULL ? Py_None : taking->until;
+    PyObject *until = collecting->until == NULL ? Py_None : collecting->until;
     PyObject *answer = PyObject_CallMethodObjArgs(supervisor, s_is_answered, number, until, NULL);
     is_there = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
@@ -996,7 +996,7 @@ commit(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, PyObje
 }
 
 static Outcome
-take_one(PyObject *supervisor, PyObject *answers, PyObject *member, Taking *taking)
+collect_one(PyObject *supervisor, PyObject *answers, PyObject *member, Collecting *collecting)
 {
     int64_t request;
     PyObject *number = NULL, *answer = NULL, *known;
@@ -1004,7 +1004,7 @@ take_one(PyObject *supervisor, PyObject *answers, PyObject *member, Taking *taki
     if (hot == NULL) {
         return PyErr_Occurred() ? FAILED : LEFT;
     }
-    int is_there = *hot->state == taking->state ? wait_for(supervisor, hot, number, request, taking) : 0;
+    int is_there = *hot->state == collecting->state ? wait_for(supervisor, hot, number, request, collecting) : 0;
     if (is_there > 0 && (known = meaning_of(hot, request)) != NULL) {
         int begins = known == constant(s_BEGINS);
         if (!begins || atomic_load(&hot->words->words[REQUEST]) == request) {
@@ -1018,7 +1018,7 @@ take_one(PyObject *supervisor, PyObject *answers, PyObject *member, Taking *taki
         }
         if (answer == Py_None ||
             (answer != NULL && (commit(supervisor, hot, number, request, answer, known) < 0 ||
-                                (taking->leaves_ends && PyObject_IsTrue(known))))) {
+                                (collecting->leaves_ends && PyObject_IsTrue(known))))) {
             Py_CLEAR(answer);
         }
     }
@@ -1059,17 +1059,17 @@ unlocked(PyObject *lock, Outcome outcome)
     return outcome;
 }
 
-PyDoc_STRVAR(ask_doc, "ask(supervisors, members, begin, actions, state, asker, nothing=MISSING, watched=None)\n--\n\n\
-Do what recovery.hot_path.ask does.");
+PyDoc_STRVAR(send_plain_doc, "send_plain(supervisors, members, done, actions, state, asker, nothing=MISSING, watched=None)\n--\n\n\
+Do what recovery.hot_path.send_plain does.");
 
 static PyObject *
-ask(PyObject *module, PyObject *args)
+send_plain(PyObject *module, PyObject *args)
 {
     PyObject *supervisors, *given, *nothing = constant(s_MISSING);
-    Asking asking = {0};
+    Sending sending = {0};
     Py_ssize_t place;
-    if (nothing == NULL || !PyArg_ParseTuple(args, "OOnOOO|OO!", &supervisors, &given, &place, &asking.actions,
-                                             &asking.state, &asking.asker, &nothing, &PyTuple_Type, &asking.watched)) {
+    if (nothing == NULL || !PyArg_ParseTuple(args, "OOnOOO|OO!", &supervisors, &given, &place, &sending.actions,
+                                             &sending.state, &sending.asker, &nothing, &PyTuple_Type, &sending.watched)) {
         return NULL;
     }
     PyObject *members = PySequence_Tuple(given);
@@ -1079,9 +1079,9 @@ ask(PyObject *module, PyObject *args)
     Outcome outcome = DONE;
     for (; place < PyTuple_GET_SIZE(members); place++) {
         PyObject *name = PyTuple_GET_ITEM(members, place);
-        Py_ssize_t member = PyLong_AsSsize_t(name), part = asking.watched == NULL ? member : place;
-        if (!Py_IS_TYPE(asking.actions, &PartsType)) {
-            PyObject *action = PySequence_GetItem(asking.actions, part);
+        Py_ssize_t member = PyLong_AsSsize_t(name), part = sending.watched == NULL ? member : place;
+        if (!Py_IS_TYPE(sending.actions, &PartsType)) {
+            PyObject *action = PySequence_GetItem(sending.actions, part);
             Py_XDECREF(action); /* the actions hold it */
             if (action == NULL || action == nothing) {
                 outcome = action == NULL ? FAILED : DONE;
@@ -1090,7 +1090,7 @@ ask(PyObject *module, PyObject *args)
         }
         PyObject *supervisor = PySequence_GetItem(supervisors, member);
         PyObject *lock = supervisor == NULL ? NULL : locked(supervisor);
-        outcome = lock == NULL ? FAILED : ask_one(supervisor, name, part, &asking);
+        outcome = lock == NULL ? FAILED : send_one(supervisor, name, part, &sending);
         if (lock != NULL) {
             outcome = unlocked(lock, outcome);
         }
@@ -1103,15 +1103,15 @@ ask(PyObject *module, PyObject *args)
     return outcome == FAILED ? NULL : PyLong_FromSsize_t(place);
 }
 
-PyDoc_STRVAR(take_doc, "take(supervisors, members, answers, state, leaves_ends=False)\n--\n\n\
-Do what recovery.hot_path.take does.");
+PyDoc_STRVAR(collect_plain_doc, "collect_plain(supervisors, members, answers, state, leaves_ends=False)\n--\n\n\
+Do what recovery.hot_path.collect_plain does.");
 
 static PyObject *
-take(PyObject *module, PyObject *args)
+collect_plain(PyObject *module, PyObject *args)
 {
     PyObject *supervisors, *given, *answers;
-    Taking taking = {0};
-    if (!PyArg_ParseTuple(args, "OOOO|p", &supervisors, &given, &answers, &taking.state, &taking.leaves_ends)) {
+    Collecting collecting = {0};
+    if (!PyArg_ParseTuple(args, "OOOO|p", &supervisors, &given, &answers, &collecting.state, &collecting.leaves_ends)) {
         return NULL;
     }
     PyObject *members = PySequence_Tuple(given);
@@ -1120,20 +1120,20 @@ take(PyObject *module, PyObject *args)
     }
     int is_left = 0;
     Outcome outcome = DONE;
-    taking.several = PyTuple_GET_SIZE(members) > 1;
+    collecting.several = PyTuple_GET_SIZE(members) > 1;
     for (Py_ssize_t turn = PyTuple_GET_SIZE(members) - 1; turn >= 0 && outcome != FAILED; turn--) {
         PyObject *name = PyTuple_GET_ITEM(members, turn);
         Py_ssize_t member = PyLong_AsSsize_t(name);
         PyObject *supervisor = PySequence_GetItem(supervisors, member);
         PyObject *lock = supervisor == NULL ? NULL : locked(supervisor);
-        outcome = lock == NULL ? FAILED : take_one(supervisor, answers, name, &taking);
+        outcome = lock == NULL ? FAILED : collect_one(supervisor, answers, name, &collecting);
         if (lock != NULL) {
             outcome = unlocked(lock, outcome);
         }
         Py_XDECREF(supervisor);
         is_left |= outcome == LEFT;
     }
-    Py_XDECREF(taking.until);
+    Py_XDECREF(collecting.until);
     Py_DECREF(members);
     return outcome == FAILED ? NULL : PyBool_FromLong(is_left);
 }
@@ -1846,8 +1846,8 @@ watch_audit_events(PyObject *Py_UNUSED(module), PyObject *heard)
 }
 
 static PyMethodDef methods[] = {
-    {"ask", ask, METH_VARARGS, ask_doc},
-    {"take", take, METH_VARARGS, take_doc},
+    {"send_plain", send_plain, METH_VARARGS, send_plain_doc},
+    {"collect_plain", collect_plain, METH_VARARGS, collect_plain_doc},
     {"take_answered", take_answered, METH_O, take_answered_doc},
     {"awaits_on", awaits_on, METH_VARARGS, awaits_on_doc},
     {"follow", follow, METH_O, follow_doc},

@@ -24,17 +24,17 @@ def serve(
     words: Words, handle: Any, last: int, untimed: int, seconds: float, forks: Any, wake: Callable[[], object]
 ) -> int: ...
 def watch_audit_events(heard: Callable[[str, tuple[Any, ...]], object]) -> None: ...
-def ask(
+def send_plain(
     supervisors: Sequence[Any],
     members: Sequence[int],
-    begin: int,
+    done: int,
     actions: Sequence[Any] | Parts,
     state: Any,
     asker: Any,
     nothing: Any = ...,
     watched: Any = ...,
 ) -> int: ...
-def take(
+def collect_plain(
     supervisors: Sequence[Any], members: Sequence[int], answers: Any, state: Any, leaves_ends: bool = False
 ) -> bool: ...
 def take_answered(asked: dict[int, tuple[Words, int]]) -> list[int]: ...

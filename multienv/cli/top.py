@@ -28,7 +28,7 @@ from rich.text import Text
 
 from multienv._engine.reports import store
 from multienv._engine.reports.read import summary_of
-from multienv._engine.wire.banks import BEGIN, STEP
+from multienv._engine.wire.banks import RESET, STEP
 from multienv._engine.wire.segment import (
     PID,
     REPLAYING,
@@ -48,7 +48,7 @@ from multienv.errors import UsageError
 _STYLES = {"building": "cyan", "replaying": "yellow", "busy": "green", "idle": ""}
 _COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "per step", "in env", "steps/s", "RSS", "restarts")
 _LOSSES_SHOWN = 5
-_KINDS = {STEP: "step", BEGIN: "reset"}
+_KINDS = {STEP: "step", RESET: "reset"}
 _TITLE = re.compile(r"multienv (envs? (\d+)(?:-(\d+))?)")
 # Seconds between two samples of a worker's words.
 _SAMPLING = 0.02

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
-from multienv._engine.asking.fanout import resumed
+from multienv._engine.asking.fanout import mark_resumed
 from multienv._engine.building.building import EnvFn, WorkerOptions
 from multienv._engine.interrupts import finalizer
 from multienv._engine.recovery.reporter import call_hooks
@@ -271,7 +271,7 @@ class _Call:
                 stop, error = error, rebuilt((EnvError, error.args, vars(error)))
                 error.__cause__ = stop.__cause__
         elif resumes:
-            answer = resumed(answer) if self.name == "step" else replace(answer, resumed=True)
+            answer = mark_resumed(answer) if self.name == "step" else replace(answer, resumed=True)
         return answer, error
 
 
@@ -301,7 +301,7 @@ def _step(env: SubprocessEnv, action: Any, deadlines: deque[float]) -> Any:
     calls.send("step", action, waits=True)
     while supervisor.state.request is not None:
         while deadlines:
-            supervisor.bound(deadlines.popleft())
+            supervisor.set_deadline(deadlines.popleft())
         try:
             supervisor.collect(_LOOK)
         except WaitTimeout:

@@ -14,7 +14,7 @@ from multienv._engine.interrupts import runs_user_code
 from multienv._engine.recovery.state_machine import Episode
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.codecs import Transition
-from multienv._engine.wire.messages import BEGINNING, Reset
+from multienv._engine.wire.messages import PLAIN_RESET, Reset
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import UsageError
 
@@ -34,14 +34,14 @@ class AutoresetOfOne:
 
     def first(self, supervisor: Supervisor) -> Reset | None:
         """Return the reset to ask for in place of a step, or ``None``."""
-        return BEGINNING if supervisor.state.episode is Episode.ENDED else None
+        return PLAIN_RESET if supervisor.state.episode is Episode.ENDED else None
 
     def next(
         self, supervisor: Supervisor, ended: Ending | None, answer: Any, request: Any
     ) -> tuple[Ending, str, Reset] | None:
         """Return the end of an episode, and the reset that follows it in the same step."""
         is_end = self.leaves_ends and len(answer) != 2 and (answer[2] or answer[3])
-        return (Ending(answer), "reset", BEGINNING) if is_end else None
+        return (Ending(answer), "reset", PLAIN_RESET) if is_end else None
 
     def joined(self, ended: Ending | None, answer: Any) -> Transition:
         """Return the outcome of a step, which may have been a reset, or was followed by one."""

@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv._engine import interrupts
-from multienv._engine.asking.fanout import FanOut, resumed
+from multienv._engine.asking.fanout import FanOut, mark_resumed
 from multienv._engine.asking.in_flight import ReadyBatch
 from multienv._engine.asking.members import Blocking, Round
 from multienv._engine.asking.stream import Stream
@@ -143,7 +143,7 @@ class MultiEnv:
         fan, unfinished = self._fan, self._fan.unfinished
         if unfinished is not None and unfinished.name == "step" and not self._closed:
             current = fan.resume()
-            results = [result and resumed(result) for result in fan.answers_of(current)]
+            results = [result and mark_resumed(result) for result in fan.answers_of(current)]
         else:
             if unfinished is not None or self._closed:
                 self._finish_interrupted("step()")
@@ -243,11 +243,11 @@ class MultiEnv:
             CallPendingError: Some of the envs are under way; nothing was sent.
         """
         self._refuse_if_closed("reset_async()")
-        stream, requests = self._stream.begin("reset_async"), self._resets(seed, options, mask)
+        stream, requests = self._stream.start("reset_async"), self._resets(seed, options, mask)
         chosen = {index: one for index, one in enumerate(requests) if one is not None}
         stream.refuse_busy("reset_async", chosen)
         self._seed_here(requests)
-        stream.give("reset", chosen, list(chosen.values()))
+        stream.send("reset", chosen, list(chosen.values()))
 
     @property
     def idle_envs(self) -> list[int]:
@@ -271,11 +271,11 @@ class MultiEnv:
                 nothing was sent.
         """
         self._refuse_if_closed("send()")
-        stream = self._stream.begin("send")
+        stream = self._stream.start("send")
         chosen = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
         self._check_actions(actions, len(chosen), "send()")
         stream.refuse_busy("send", chosen)
-        stream.give("step", chosen, own_copy(list(actions), "send()"))
+        stream.send("step", chosen, own_copy(list(actions), "send()"))
 
     def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the first ``k`` envs that are ready, among the envs that got an action or a reset.
@@ -298,7 +298,7 @@ class MultiEnv:
             UsageError: Fewer than ``k`` envs are under way, or none.
         """
         self._refuse_if_closed("recv()")
-        return self._stream.begin("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
+        return self._stream.start("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
 
     def _made(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns for these results, or the error to raise."""
@@ -396,7 +396,7 @@ class MultiEnv:
         if not self._all_closed:
             with interrupts.Held(self):
                 close_all(self.envs)
-                self._stream.forget()
+                self._stream.drop_results()
                 self._fan.close()
             self._all_closed = True
 

@@ -86,7 +86,7 @@ class Scheduler:
         self._seed_of = seed_of
         spread(supervisors)
         self._fan = FanOut(supervisors)
-        self._stream = Stream(self._fan).begin("launch")
+        self._stream = Stream(self._fan).start("launch")
 
     # --- the state of the envs --------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Scheduler:
 
     def asked(self, index: int) -> str:
         """Return the name of the env's request that is under way, ``""`` for none; for a reset in place ``"step"``."""
-        asked = self._stream.given.get(index) or self._stream.ready.get(index)
+        asked = self._stream.under_way.get(index) or self._stream.ready.get(index)
         record = self.records[index]
         if record.state is EnvState.RESET:
             return "step" if self._config.reset_inplace and record.timestep is not None else "reset"
@@ -140,7 +140,7 @@ class Scheduler:
 
     def step(self, actions: Mapping[int, Any]) -> None:
         """Send these steps: all of them, or none if an interruption comes meanwhile."""
-        self._stream.give("step", list(actions), own_copy(list(actions.values()), "step()"))
+        self._stream.send("step", list(actions), own_copy(list(actions.values()), "step()"))
 
     def reset(self, chosen: Sequence[int]) -> None:
         """Reset these envs and wait until they are reset; steps under way are given up.
@@ -169,12 +169,12 @@ class Scheduler:
         """
         self.finish_calls()
         self._until_idle(messages)
-        self._stream.give(name, messages, list(messages.values()))
+        self._stream.send(name, messages, list(messages.values()))
         self.until(lambda: messages.keys() <= self._stream.ready.keys())
         self._fan.members.call_hooks()
         answers = {index: self._stream.ready[index] for index in messages}
         failures = {index: one.error for index, one in answers.items() if one.error is not None}
-        self._stream.hand_over(messages)
+        self._stream.deliver(messages)
         if failures:
             every = [answers[index].answer if index in answers else None for index in range(len(self.records))]
             raise EnvsFailedError.collect(what, failures, every, "All episodes go on.", "The others answered.")
@@ -183,8 +183,8 @@ class Scheduler:
     def finish_calls(self) -> None:
         """Wait for the requests of an interrupted :meth:`call`, and drop their answers."""
         stream = self._stream
-        self.until(lambda: not any(_is_call(one) for one in stream.given.values()))
-        stream.hand_over([index for index, one in stream.ready.items() if _is_call(one)])
+        self.until(lambda: not any(_is_call(one) for one in stream.under_way.values()))
+        stream.deliver([index for index, one in stream.ready.items() if _is_call(one)])
 
     def count_resets_anew(self, chosen: Iterable[int]) -> None:
         """Count resets of these envs from 0 again: the seed of an episode depends on that number."""
@@ -204,7 +204,7 @@ class Scheduler:
 
     def _begin_episodes(self) -> float:
         """Send the resets that are due; return when the next one is."""
-        given, ready, now, messages, later = self._stream.given, self._stream.ready, time.monotonic(), {}, math.inf
+        given, ready, now, messages, later = self._stream.under_way, self._stream.ready, time.monotonic(), {}, math.inf
         for index, record in enumerate(self.records):
             if record.state is not EnvState.RESET or index in given or index in ready:
                 continue
@@ -216,7 +216,7 @@ class Scheduler:
             seed = self._seed_of(index, record.resets - 1) if seed is None else seed
             messages[index] = reset_of_one(seed, param.get("options"))
         if messages:
-            self._stream.give("reset", messages, list(messages.values()))
+            self._stream.send("reset", messages, list(messages.values()))
         return later
 
     # --- waiting ----------------------------------------------------------------------------------
@@ -225,15 +225,15 @@ class Scheduler:
         """Take up the answers that are there; if there are none, wait for one, by ``time.monotonic()`` until then."""
         self._refuse_if_closed()
         until = min(until, self._begin_episodes())
-        self._stream.take(-math.inf if any(not _is_call(one) for one in self._stream.ready.values()) else until)
+        self._stream.collect(-math.inf if any(not _is_call(one) for one in self._stream.ready.values()) else until)
         self._refuse_if_closed()
         ready, records = self._stream.ready, list(self.records)
         left = {index: one for index, one in ready.items() if _is_call(one)}
         for index, one in ready.items():
             if index not in left:
                 records[index] = self._taken_up(index, records[index], one)
-        taken_up = self._stream.handing_over([index for index in ready if index not in left])
-        self.records, self._stream.decided = records, taken_up
+        taken_up = self._stream.delivery([index for index in ready if index not in left])
+        self.records, self._stream.pending_change = records, taken_up
         self._begin_episodes()
         self._refuse_if_closed()
 

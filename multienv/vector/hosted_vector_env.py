@@ -248,9 +248,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         is_more = not self._stream.is_idle or (mask is not None and self._stream.is_beginning())
         if name == "reset_async" and is_more and not self.closed:
             envs = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
-            stream = self._stream.begin(name)
+            stream = self._stream.start(name)
             stream.refuse_busy(name, envs)
-            stream.give("reset", envs, [(seeds[env], each[env]) for env in envs])
+            stream.send("reset", envs, [(seeds[env], each[env]) for env in envs])
             return
         self._finish_interrupted(name if mask is None else f"{name} with a mask")
         requests = []
@@ -368,11 +368,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             ResetNeededError: Some of the envs have no running episode; nothing was sent.
         """
         self._refuse_if_closed("send")
-        stream = self._stream.begin("send")
+        stream = self._stream.start("send")
         envs = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
         stream.refuse_busy("send", envs)
         if envs:
-            stream.give("step", envs, self._cut(actions, envs))
+            stream.send("step", envs, self._cut(actions, envs))
 
     def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> Some:
         """Wait for the first ``k`` envs that are ready, among those that :meth:`send` or ``reset_async`` has sent to.
@@ -398,7 +398,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             UsageError: ``k`` results cannot arrive: too few envs are under way.
         """
         self._refuse_if_closed("recv")
-        return self._stream.begin("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
+        return self._stream.start("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
 
     def _made(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns for these results, or the error to raise."""
@@ -850,7 +850,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             current = self._fanout.close()
             if hasattr(self, "_stream"):  # the envs have been built
                 self._rows.forget()
-                self._stream.forget()
+                self._stream.drop_results()
         if current is not None and current.name and not current.is_interrupted:
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")

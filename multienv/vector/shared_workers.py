@@ -41,17 +41,17 @@ class SharedWorkers(Sharing):
         """Return the worker that has an env."""
         return self._members[env]
 
-    def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
+    def next_request(self, member: int, under_way: Mapping[int, Requests]) -> Requests | None:
         """Return the request to a worker that is free; ``None`` if there is none."""
         envs = self._envs[member]
-        first = given.get(envs.start)
+        first = under_way.get(envs.start)
         if not self.is_shared and (first is None or first.name == "step"):
             return first
-        if first is not None and first.name == "step" and all(given.get(env) is first for env in envs):
+        if first is not None and first.name == "step" and all(under_way.get(env) is first for env in envs):
             rows = first.rows(envs)
             if rows is not None:
                 return Requests("step", [member], [rows])
-        found = {env: given[env] for env in envs if env in given}
+        found = {env: under_way[env] for env in envs if env in under_way}
         resets = {env: request.content(env) for env, request in found.items() if request.name == "reset"}
         if resets:
             seeds, options = zip(*[resets.get(env, (None, None)) for env in envs], strict=True)
@@ -93,8 +93,8 @@ class SharedWorkers(Sharing):
         if any(map(_ERRORS, replies)):
             return None
         if not self.is_shared:
-            return ReadyBatch(members, replies, unnoted=members)
-        return ReadyBatch([env for member in members for env in self._envs[member]], replies, unnoted=members)
+            return ReadyBatch(members, replies, in_round=members)
+        return ReadyBatch([env for member in members for env in self._envs[member]], replies, in_round=members)
 
     def _of_envs(self, member: int, request: Requests, result: Result) -> list[tuple[int, Result]]:
         """Return the result of a request to a worker, for each env that it concerned."""

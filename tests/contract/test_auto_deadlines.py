@@ -173,7 +173,7 @@ def test_it_is_the_default_and_none_turns_it_off(tmp_path: Path) -> None:
         assert env.statistics().losses == 0
     env = AsyncEnv(partial(UnevenEnv, tmp_path))
     assert supervisor_of(env._env).pending.limit_of(Kind.STEP) is None
-    assert not supervisor_of(env._env).pending._limits.is_learning
+    assert not supervisor_of(env._env).pending._limits.is_finding
 
 
 def test_a_silent_hang_is_told_of_before_it_is_ended_late(
@@ -261,7 +261,7 @@ def test_a_deadline_that_is_given_with_a_step_is_kept(tmp_path: Path) -> None:
         for _ in range(70):
             env.step(0)
         env.step_async(HANGS)
-        supervisor_of(env).bound(limit("LEAST"))
+        supervisor_of(env).set_deadline(limit("LEAST"))
         with pytest.raises(WorkerHungError):
             env.step_wait()
         assert env.statistics().last_loss.deadline == limit("LEAST")
@@ -271,9 +271,9 @@ def test_a_deadline_in_seconds_is_looked_at_from_the_first_moment_on(tmp_path: P
     with SubprocessEnv(partial(UnevenEnv, tmp_path), deadlines=Deadlines(step=30.0)) as env:
         env.reset(seed=5)
         worker = supervisor_of(env)
-        assert worker.pending.brief(Request(Kind.RESET, "reset"), worker.position.number + 1) > 0.0
+        assert worker.pending.brief_wait(Request(Kind.RESET, "reset"), worker.position.number + 1) > 0.0
         env.step_async(0)
-        assert worker.pending.brief(worker.state.request, worker.position.number + 1) == 0.0
+        assert worker.pending.brief_wait(worker.state.request, worker.position.number + 1) == 0.0
         env.step_wait()
 
 

@@ -148,17 +148,17 @@ def test_a_change_that_an_exception_breaks_off_is_carried_out_by_the_next_call(
     class HandlerError(Exception):
         pass
 
-    calls, hand_over = iter(range(10)), Stream._note_handed_over
+    calls, hand_over = iter(range(10)), Stream._apply_delivered
 
-    def broken_off(stream: Stream, envs: Any, unnoted: Any) -> None:
+    def broken_off(stream: Stream, envs: Any, in_round: Any) -> None:
         if next(calls) == 0:
             raise HandlerError
-        hand_over(stream, envs, unnoted)
+        hand_over(stream, envs, in_round)
 
     with face(ENV_FNS) as envs:
         envs.reset(seed=0)
         envs.send(batch(envs, [0] * NUM_ENVS))
-        monkeypatch.setattr(Stream, "_note_handed_over", broken_off)
+        monkeypatch.setattr(Stream, "_apply_delivered", broken_off)
         envs.recv()
         with pytest.raises(HandlerError):
             envs.idle_envs  # noqa: B018

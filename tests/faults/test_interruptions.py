@@ -221,13 +221,13 @@ def test_our_handler_of_sigint_is_there_until_all_is_released_that_has_finalizer
 ) -> None:
     """What Python's own handler raises in a finalizer is dropped: memory and threads go after the last worker."""
     found: list[Any] = []
-    forget = FanOut.forget
+    drop_round = FanOut.drop_round
 
     def noting(self: FanOut) -> Any:
         found.append(signal.getsignal(signal.SIGINT))
-        return forget(self)
+        return drop_round(self)
 
-    monkeypatch.setattr(FanOut, "forget", noting)
+    monkeypatch.setattr(FanOut, "drop_round", noting)
     envs: Any = SubprocessVectorEnv([ENDLESS]) if kind == "vector" else MultiEnv(create_subprocess_envs([ENDLESS]))
     envs.reset(seed=0)
     envs.close()
@@ -249,7 +249,7 @@ def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.Monk
             env.snapshot()
         supervisor: Any = supervisor_of(env)
         supervisor.send_step(STEP)
-        supervisor.count_as_lost(keeps_request=False)
+        supervisor.mark_lost(keeps_request=False)
         assert env.step(STEP)[0][0] == 1
         assert (env.statistics().losses, env.statistics().exact_recoveries) == (1, 1)
 
@@ -265,7 +265,7 @@ def test_loss_that_is_interrupted_before_its_error_is_raised_brings_no_earlier_a
         env.step(STEP)
         kill_worker(env)
         with monkeypatch.context() as patch, pytest.raises(Tick):
-            patch.setattr(Supervisor, "drop", broken_off)
+            patch.setattr(Supervisor, "_end_process", broken_off)
             env.step(STEP)
         with pytest.raises(WorkerLostError):
             env.step(STEP)

@@ -72,8 +72,8 @@ MUTANTS = [
     Mutant(
         "A truncation that a call has left pending is forgotten: the next step goes on in a new process.",
         1,
-        "state_machine:_asked",
-        "state._replace(request=request, skipped=tuple(owed), losses=0)",
+        "state_machine:_on_asked",
+        "state._replace(request=request, skipped=tuple(truncations), losses=0)",
         "state._replace(request=request, losses=0)",
         _of(3),
     ),
@@ -91,7 +91,7 @@ MUTANTS = [
     Mutant(
         "An env that is lost between two episodes has an episode without a step.",
         1,
-        "state_machine:slots_between",
+        "state_machine:slots_beginning",
         "ended[slot] and slot not in guilty",
         "False",
     ),
@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         "A truncation that an env is still to be told of is forgotten when others of its worker are stepped.",
         1,
-        "state_machine:_replied",
+        "state_machine:_on_replied",
         "pending_truncations = tuple(one for one in state.pending_truncations if not request.touches(one[0]))",
         "pending_truncations = ()",
         STEPS_OF_SOME,
@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "The episode of a single env counts as running after a truncation.",
         1,
-        "state_machine:_replied",
+        "state_machine:_on_replied",
         "ended = event.ended and not rules.resets_itself and rules.slots == 1",
         "ended = False",
     ),
@@ -137,7 +137,7 @@ MUTANTS = [
     Mutant(
         "Steps on the hot path are not recorded in the journal.",
         2,
-        "hot_path:take",
+        "hot_path:collect_plain",
         "journal.entries[number] = bytes(buffers.records[side])",
         "",
     ),
@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant(
         "A replay cannot begin at a reset inside a rollout.",
         5,
-        "recovery.rollouts:RolloutReader.read",
+        "recovery.rollouts:RolloutReader.read_result",
         "reply.replay_points += answers.points",
         "pass",
         ("tests/faults/test_rollouts_and_kills.py",),
@@ -183,15 +183,15 @@ MUTANTS = [
     Mutant(
         "After a step of a rollout that shows nothing the next one shows what was there before.",
         3,
-        "recovery.rollouts:RolloutReader.read",
-        'scratch.show(aside, {**scratch.shown(aside), "seen": number})',
+        "recovery.rollouts:RolloutReader.read_result",
+        'scratch.set_shown(aside, {**scratch.shown(aside), "seen": number})',
         "",
         ("tests/simulation/test_faults_and_programs.py",),
     ),
     Mutant(
         "The step that was asked again after a loss is not recorded.",
         2,
-        "answers:Answers.take",
+        "answers:Answers.read_reply",
         "not is_call or is_recorded(message)",
         "(not is_call and message is not None) or is_recorded(message)",
     ),
@@ -291,9 +291,9 @@ MUTANTS = [
     Mutant(
         "A woken snapshot leaves out the first request that came after it was taken.",
         2,
-        "recoverer:Recoverer.copy_of",
-        "plan = None if number is None else self._journal.since(number)",
-        "plan = None if number is None else self._journal.since(number + 1)",
+        "recoverer:Recoverer.newest_snapshot_of",
+        "plan = None if number is None else self._journal.plan_since(number)",
+        "plan = None if number is None else self._journal.plan_since(number + 1)",
         _of(3),
     ),
     Mutant(
@@ -494,7 +494,7 @@ MUTANTS = [
     Mutant(
         "With autoreset, a step whose envs cannot be built raises, and the episode never ends.",
         3,
-        "state_machine:_build_failed",
+        "state_machine:_on_build_failed",
         "return _without_new_envs(after, rules, Instruction.NOTHING)",
         "",
         CODE,
@@ -502,8 +502,8 @@ MUTANTS = [
     Mutant(
         "After a reset whose env could not be built, a new env is stepped without a reset.",
         1,
-        "state_machine:_build_failed",
-        "episode = _not_begun(state) if rules.slots == 1 and not rules.resets_itself else state.episode",
+        "state_machine:_on_build_failed",
+        "episode = _episode_after_failed_reset(state) if rules.slots == 1 and not rules.resets_itself else state.episode",
         "episode = state.episode",
         CODE,
     ),
@@ -550,7 +550,7 @@ MUTANTS = [
     Mutant(
         "A replacement by plan takes new envs, whichever recoveries are accepted.",
         3,
-        "supervisor:Supervisor.may_begin_anew",
+        "supervisor:Supervisor.may_build_new_envs",
         "return self.maintenance.takes_new_envs and (resetting or self.is_between_episodes())",
         "return resetting or self.is_between_episodes()",
         REPLAYED,
@@ -558,7 +558,7 @@ MUTANTS = [
     Mutant(
         "A memory that new envs do not have is lost in silence.",
         3,
-        "journal:MemoryAcrossResets.note_loss",
+        "journal:MemoryAcrossResets.record_new_envs",
         "self.has_shown and not self._is_loss_logged",
         "False",
         REPLAYED,
@@ -574,7 +574,7 @@ MUTANTS = [
     Mutant(
         "A replay that has forgotten an attribute counts as exact.",
         3,
-        "journal:Journal._forget_calls",
+        "journal:Journal._drop_calls",
         "number < self.first",
         "False",
         REPLAYED,
@@ -670,7 +670,7 @@ MUTANTS = [
         "A woken snapshot whose replay differs is adopted as exact.",
         3,
         "way_back:_is_taken",
-        "return mismatches.keys() <= set(rules.anew)",
+        "return mismatches.keys() <= set(rules.new_slots)",
         "return True",
     ),
     Mutant(
@@ -684,15 +684,15 @@ MUTANTS = [
     Mutant(
         "After a replay has led elsewhere an env of a batch is still replayed from resets before that.",
         3,
-        "recoverer:Revived.note_in",
-        "journal.forget_past(self.mismatches)",
+        "recoverer:Revived.record_source",
+        "journal.drop_replay_points(self.mismatches)",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
     ),
     Mutant(
         "The step of an env of a batch that is given up does not say that it is truncated.",
         3,
-        "answers:Answers.step",
+        "answers:Answers.step_answer",
         "reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True",
         "reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, False",
     ),
@@ -707,7 +707,7 @@ MUTANTS = [
     Mutant(
         "A healthy step is given up as soon as poison, though those before it went through at last.",
         3,
-        "way_back:Losses.begin",
+        "way_back:LossStatistics.record",
         "POISON_AFTER + min(max(0, self._chances[kind]), _MORE_TRIES)",
         "POISON_AFTER",
         ("tests/faults/test_snapshots.py", "tests/unit/test_policy.py"),
@@ -715,7 +715,7 @@ MUTANTS = [
     Mutant(
         "Tries of a request that hangs begin long after Deadlines.recovery.",
         5,
-        "way_back:Losses.begin",
+        "way_back:LossStatistics.record",
         "progress.began - before.since < limit",
         "True",
         ("tests/unit/test_policy.py",),
@@ -748,7 +748,7 @@ MUTANTS = [
         "Two deaths by chance in a replay from the construction are enough for a shorter one.",
         3,
         "way_back:_after_death",
-        "not reason and others and counted.total() >= LOSSES",
+        "not reason and others and counted.total() >= MOST_LOSSES",
         "not reason and others and counted.total() >= 2",
         ("tests/unit/test_way_back.py",),
     ),
@@ -985,7 +985,7 @@ MUTANTS = [
         "A woken snapshot does not tell the trainer what its worker had asked.",
         3,
         "census:AskedOutside.move",
-        "words[ASKED] = self._number",
+        "words[ASKED_OUTSIDE] = self._number",
         "",
         ASKED,
     ),
@@ -1009,7 +1009,7 @@ MUTANTS = [
         "A snapshot from before an env asked outside is woken.",
         3,
         "loss_recovery:useful_snapshot",
-        "snapshot < lost.segment.words[ASKED]",
+        "snapshot < lost.segment.words[ASKED_OUTSIDE]",
         "snapshot < 0",
         ("tests/simulation/test_faults_and_programs.py::test_a_server_is_not_asked_again_by_a_woken_copy",),
     ),
@@ -1040,7 +1040,7 @@ MUTANTS = [
     Mutant(
         "The hot path takes whatever reply there is, whatever its number.",
         4,
-        "hot_path:take",
+        "hot_path:collect_plain",
         "not supervisor.is_answered(number, until)",
         "not words[REPLY]",
     ),
@@ -1063,31 +1063,31 @@ MUTANTS = [
         "Of envs at their own pace the result is taken before it is handed over: Ctrl-C in between loses it.",
         8,
         "stream:Stream.recv",
-        "ready = self._first(count, at_most, timeout)",
+        "ready = self._collect_ready(count, at_most, timeout)",
         """
-        ready = self._first(count, at_most, timeout)
-        self.hand_over(ready.envs, ready.unnoted)
+        ready = self._collect_ready(count, at_most, timeout)
+        self.deliver(ready.envs, ready.in_round)
         """,
         ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
         "A change that is decided at own pace is forgotten if an exception comes while it is carried out.",
         8,
-        "stream:Stream._apply_decided",
+        "stream:Stream._apply_change",
         """
-        self.decided(self)
-        self.decided = None
+        self.pending_change(self)
+        self.pending_change = None
         """,
         """
-        decided, self.decided = self.decided, None
-        decided(self)
+        pending_change, self.pending_change = self.pending_change, None
+        pending_change(self)
         """,
         OWN_PACE,
     ),
     Mutant(
         "recv() returns all that is ready, whatever at_most says.",
         4,
-        "stream:Stream._first",
+        "stream:Stream._collect_ready",
         "envs = list(islice(self._ready, most))",
         "envs = list(self._ready)",
         OWN_PACE,
@@ -1095,7 +1095,7 @@ MUTANTS = [
     Mutant(
         "recv() returns all plain answers that have come, whatever at_most says.",
         4,
-        "stream:Stream._take_without_wait",
+        "stream:Stream._collect_plain",
         "ready is not None and wanted <= len(ready.envs) <= most",
         "ready is not None and wanted <= len(ready.envs)",
         OWN_PACE,
@@ -1103,7 +1103,7 @@ MUTANTS = [
     Mutant(
         "recv() returns what is ready at once, whatever k says.",
         4,
-        "stream:Stream._first",
+        "stream:Stream._collect_ready",
         "len(self._ready) < wanted",
         "not self._ready",
         OWN_PACE,
@@ -1111,7 +1111,7 @@ MUTANTS = [
     Mutant(
         "A member whose reset left out all its envs is not asked again.",
         5,
-        "stream:Stream._note_ready",
+        "stream:Stream._apply_ready",
         "self._sharing.is_shared or not members <= ready.keys()",
         "False",
         OWN_PACE,
@@ -1135,7 +1135,7 @@ MUTANTS = [
     Mutant(
         "A request that was ended by a deadline found from the times seen has no longer in the next process.",
         5,
-        "pending:Pending.lengthen",
+        "pending:Pending.lengthen_deadline",
         "self.limit = LONGER * limit",
         "self.limit = limit",
         ("tests/contract/test_auto_deadlines.py",),
@@ -1167,7 +1167,7 @@ MUTANTS = [
     Mutant(
         "What an env took is not noted, where its deadline is found from the times seen.",
         5,
-        "pending:RequestDeadlines.note",
+        "pending:RequestDeadlines.record_time",
         "self._slowest[name] = seconds",
         "",
         ("tests/contract/test_auto_deadlines.py",),
@@ -1175,7 +1175,7 @@ MUTANTS = [
     Mutant(
         "The deadline of a step is not armed on the hot path.",
         5,
-        "hot_path:ask",
+        "hot_path:send_plain",
         "pending.until = None if limit is None else monotonic() + limit",
         "pending.until = None",
     ),
@@ -1198,20 +1198,20 @@ MUTANTS = [
         "The process that is asked again after a loss has what the lost one has left of the deadline.",
         5,
         "pending:Pending.publish",
-        "self.arm()",
+        "self.start_deadline()",
         "",
     ),
     Mutant(
         "A recovery has no deadline.",
         5,
-        "recoverer:Recoverer.arm",
+        "recoverer:Recoverer.restart_deadline",
         "progress.until = None if limit is None else time.monotonic() + limit",
         "progress.until = None",
     ),
     Mutant(
         "Restarts are not charged to the budget.",
         5,
-        "way_back:RestartBudget.admit",
+        "way_back:RestartBudget.charge",
         "self._restarts.append(now)",
         "",
         ("tests/unit/test_policy.py",),
@@ -1227,8 +1227,8 @@ MUTANTS = [
     Mutant(
         "After a process was replaced by plan replays begin at the construction again.",
         5,
-        "recoverer:Revived.note_in",
-        "journal.go_on_from(self.source.plan)",
+        "recoverer:Revived.record_source",
+        "journal.drop_before(self.source.plan)",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
     ),
@@ -1256,7 +1256,7 @@ MUTANTS = [
     Mutant(
         "An interrupted recovery is charged to the budget once more.",
         5,
-        "recoverer:Recoverer.admit",
+        "recoverer:Recoverer.charge_budget",
         "progress.begins_at is None",
         "True",
         ("tests/unit/test_policy.py",),
@@ -1264,7 +1264,7 @@ MUTANTS = [
     Mutant(
         "The first replay may use up the whole of Deadlines.recovery.",
         5,
-        "recoverer:Recoverer._attempt",
+        "recoverer:Recoverer._try_source",
         "until is not None and not instruction.is_last",
         "False",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
@@ -1456,13 +1456,13 @@ MUTANTS = [
         8,
         "hosted_vector_env:HostedVectorEnv.step",
         "return self._outcome(self._fanout.resume())",
-        "self._fanout.drop()",
+        "self._fanout.complete_unfinished()",
     ),
     Mutant(
         "What was asked of some envs when a handler raised, and not of the others, stays asked of them.",
         8,
-        "members:Members.count_as_lost",
-        "supervisor.count_as_lost(keeps_request=not sending)",
+        "members:Members.mark_lost",
+        "supervisor.mark_lost(keeps_request=not sending)",
         "",
         ("tests/simulation/test_interruptions.py",),
     ),
@@ -1478,22 +1478,22 @@ MUTANTS = [
         "A worker is trusted after a handler has raised while its answer was taken: rows are recorded as truncated ones.",
         8,
         "fanout:FanOut._collect",
-        "current.is_broken = breaks(error)",
+        "current.is_broken = leaves_broken(error)",
         "current.is_broken = False",
         ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
         "Envs at their own pace are trusted after a handler has raised while their answers were taken.",
         8,
-        "in_flight:InFlight.take",
-        "current.is_broken = breaks(error)",
+        "in_flight:InFlight.collect",
+        "current.is_broken = leaves_broken(error)",
         "current.is_broken = False",
         ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
         "What envs at their own pace were asked before is forgotten when a handler raises in a send() to others.",
         8,
-        "members:Members.count_as_lost",
+        "members:Members.mark_lost",
         "bool(sending) and current.flight is None",
         "bool(sending)",
         ("tests/simulation/test_interruptions.py",),
@@ -1554,7 +1554,7 @@ MUTANTS = [
     Mutant(
         "The error of a loss does not tell the seed.",
         9,
-        "reporter:Reporter.note_loss",
+        "reporter:Reporter.report_loss",
         "seed=self.seed_of(slot, command)",
         "seed=None",
     ),
@@ -1663,7 +1663,7 @@ MUTANTS = [
     Mutant(
         "An env whose reset ends processes keeps its past.",
         3,
-        "maintenance:Maintenance.note_guilty",
+        "maintenance:Maintenance.mark_for_rebuild",
         "self.needs_rebuild, self.is_due = self.needs_rebuild | {slot}, True",
         "",
         RECYCLING,
@@ -1687,7 +1687,7 @@ MUTANTS = [
     Mutant(
         "A constructor that waits for what the old env holds has all of Deadlines.start, by plan.",
         5,
-        "recoverer:Recoverer.start_deadline",
+        "recoverer:Recoverer.build_deadline",
         "limits.append(now + max(self._policy.replay_limit, _SLOWER * self.description.seconds))",
         "",
         RECYCLING,

@@ -24,7 +24,7 @@ class Constants:
         backoff, recycle_after_steps: See :class:`~multienv.RestartPolicy`.
         snapshot_every: Steps between two snapshots, for policies with snapshots.
         journal_limit, replay_limit: The same; ``None``: as the policy has them.
-        losses: ``state_machine.LOSSES``.
+        losses: ``state_machine.MOST_LOSSES``.
         shows_after: When an env that remembers something across resets shows it, see ``SimulatedEnv``.
         most_calls: ``journal.MOST_CALLS``.
         sample: ``hot_path.SAMPLE``.
@@ -74,8 +74,8 @@ class Constants:
     def in_force(self) -> Iterator[None]:
         """Have the package use these constants meanwhile."""
         changes = [
-            (state_machine, "LOSSES", self.losses),
-            (recoverer, "LOSSES", self.losses),
+            (state_machine, "MOST_LOSSES", self.losses),
+            (recoverer, "MOST_LOSSES", self.losses),
             *((module, "POISON_AFTER", self.poison_after) for module in (state_machine, recoverer, way_back)),
             (journal, "MOST_CALLS", self.most_calls),
             (journal, "OVERHEAD", 0),

@@ -40,7 +40,7 @@ from multienv._engine.threads import Bell, Pool
 from multienv._engine.wire.banks import STEP, STEPPED, split_entries
 from multienv._engine.wire.messages import Build
 from multienv._engine.wire.segment import (
-    ASKED,
+    ASKED_OUTSIDE,
     BUSY,
     PID,
     REPLAYING,
@@ -681,7 +681,7 @@ class SimulatedProcess:
     def ask_server(self, who: int, what: str) -> int:
         """Ask the server, and note that as the audit hook of a worker does; a copy has the answers in its memory."""
         if self.segment.words[BUSY] > 0:
-            self.segment.words[ASKED], self.has_asked = self.segment.words[BUSY], True
+            self.segment.words[ASKED_OUTSIDE], self.has_asked = self.segment.words[BUSY], True
         self.answers.append(next(self.known) if self.is_copied else self.simulation.server.answer(who, what))
         return self.answers[-1]
 

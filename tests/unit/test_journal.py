@@ -74,7 +74,7 @@ class Model(RuleBasedStateMachine):
     def begin(self) -> None:
         payloads = [one.data for one in self.calls]
         assert self.journal.kept_calls() == tuple(payloads)
-        self.journal.begin(self.number, payloads)
+        self.journal.clear(self.number, payloads)
         self.calls = [Asked(self.number, payload) for payload in payloads]
         self.all_calls = list(self.calls)  # those too that trim() has let go
         self.asked: list[Asked] = []
@@ -111,16 +111,16 @@ class Model(RuleBasedStateMachine):
     def ask(self, skipped: int, entry: bytes, payload: bytes, ended: set[int], started: set[int], cuts: Any) -> None:
         """Log another request, in which episodes end and begin; some before it were not recorded."""
         self.number = number = self.number + skipped + 1
-        self.repeat(lambda: self.journal.log(number, entry, payload), cuts)
+        self.repeat(lambda: self.journal.record(number, entry, payload), cuts)
         self.asked.append(Asked(number, entry))
         self.calls += [Asked(number, payload)] * bool(payload)
         self.all_calls += [Asked(number, payload)] * bool(payload)
-        self.repeat(lambda: self.journal.note_ends(sorted(ended), number), cuts)
+        self.repeat(lambda: self.journal.record_ends(sorted(ended), number), cuts)
         for slot in ended:
             self.ended[slot] = number
         for slot in started:
             start = ReplayPoint(number, self.seconds, b"%d of %d" % (number, slot))
-            self.repeat(partial(self.journal.note_replay_point, slot, number, start.generators, start.seconds), cuts)
+            self.repeat(partial(self.journal.record_replay_point, slot, number, start.generators, start.seconds), cuts)
             self.starts[slot].append(start)
 
     @rule(count=st.integers(1, 3), slots=SOME_SLOTS | st.just({*range(SLOTS)}))
@@ -135,24 +135,24 @@ class Model(RuleBasedStateMachine):
     )
     def lose_what_was_not_committed(self, length: int, payload: bytes, place: int | None, cuts: Any) -> None:
         """The process is lost when some requests, as of a rollout, were logged, and not all of that was done."""
-        interrupted(lambda: self.journal.log(self.number + 1, bytes(length), payload), place)
+        interrupted(lambda: self.journal.record(self.number + 1, bytes(length), payload), place)
         if place is None:
-            self.journal.log(self.number + 2, bytes(length))
-        self.repeat(lambda: self.journal.cut(self.number), cuts)
+            self.journal.record(self.number + 2, bytes(length))
+        self.repeat(lambda: self.journal.drop_after(self.number), cuts)
 
     @rule(slots=SOME_SLOTS, cuts=CUTS)
     def lose(self, slots: set[int], cuts: Any) -> None:
         """Go on with envs of which some are others."""
-        self.repeat(lambda: self.journal.forget_past(sorted(slots)), cuts)
+        self.repeat(lambda: self.journal.drop_replay_points(sorted(slots)), cuts)
         for slot in slots:
             self.starts[slot], self.whole[slot] = [], False
 
     @rule(near=st.booleans(), index=st.integers(0, 1), cuts=CUTS)
-    def go_on_from(self, near: bool, index: int, cuts: Any) -> None:
+    def drop_before(self, near: bool, index: int, cuts: Any) -> None:
         """Go on with what a replay has led to."""
         for plan in self.journal.plans(near=near)[index : index + 1]:
-            self.repeat(partial(self.journal.go_on_from, plan), cuts)
-            for slot, begun in plan.begun.items():
+            self.repeat(partial(self.journal.drop_before, plan), cuts)
+            for slot, begun in plan.replay_points.items():
                 later = [one for one in self.starts[slot] if one.number >= begun.number]
                 self.whole[slot] &= later == self.starts[slot]
                 self.starts[slot] = later
@@ -215,7 +215,7 @@ class Model(RuleBasedStateMachine):
             assert next(iter(self.journal.entries)) >= min(wanted)
         # And what the newest snapshot needs is there.
         if newest:
-            assert (self.journal.since(newest) is None) == (newest + 1 < self.front)
+            assert (self.journal.plan_since(newest) is None) == (newest + 1 < self.front)
 
     @rule()
     def show_a_memory(self) -> None:
@@ -231,9 +231,9 @@ class Model(RuleBasedStateMachine):
     def go_on_with_a_copy(self) -> None:
         old, self.journal = self.journal, copy_of(self.journal)
         assert self.journal.dump() == old.dump()
-        old.log(self.number + 1, b"other", b"other")
-        old.note_replay_point(0, self.number + 1, b"other", 0.0)
-        old.note_ends(range(SLOTS), self.number + 1)
+        old.record(self.number + 1, b"other", b"other")
+        old.record_replay_point(0, self.number + 1, b"other", 0.0)
+        old.record_ends(range(SLOTS), self.number + 1)
 
     # --- what the list says -----------------------------------------------------------------------
 
@@ -252,18 +252,20 @@ class Model(RuleBasedStateMachine):
         replayed = self.asked[before:]
         assert plan.entries == b"".join([one.data for one in replayed]), "not the requests from its front on"
         assert {start.slot for start in plan.message.starts if start.entry == plan.requests} == {*plan.missing}
-        assert [start.slot for start in plan.starts] == [*plan.begun]
+        assert [start.slot for start in plan.starts] == [*plan.replay_points]
         for slot, entry, generators, waits in plan.starts:
-            start = plan.begun[slot]
+            start = plan.replay_points[slot]
             assert waits == (slot in plan.resets)
             assert (replayed[entry].number, generators) == (start.number, start.generators)
             assert start in (self.starts[slot] if whole[slot] else self.proven(slot)), "believed too early"
             assert (slot in plan.resets) == (not whole[slot] or start != self.starts[slot][0])
             assert slot in plan.resets or not before, "not from the construction on"
-        for slot in {*range(SLOTS)} - plan.begun.keys():  # it takes part from the construction on, or not at all
+        for slot in {
+            *range(SLOTS)
+        } - plan.replay_points.keys():  # it takes part from the construction on, or not at all
             assert (slot in plan.missing) == (not whole[slot])
             assert slot in plan.missing or not before
-        assert not plan.begun.keys() & {*plan.missing}
+        assert not plan.replay_points.keys() & {*plan.missing}
         assert len(plan.missing) < SLOTS
         kept = self.all_calls[len(self.all_calls) - len(self.journal.kept_calls()) :]  # trim() may be interrupted
         front = replayed[0].number if replayed else self.number + 1
@@ -288,11 +290,11 @@ class Model(RuleBasedStateMachine):
         if any(self.whole):
             assert far.requests == len(self.asked)
             for slot in range(SLOTS):  # those proven: see plan_is_right, and below
-                assert not self.whole[slot] or far.begun.get(slot) == next(iter(self.starts[slot]), None)
+                assert not self.whole[slot] or far.replay_points.get(slot) == next(iter(self.starts[slot]), None)
             assert [*far.missing] == [slot for slot in range(SLOTS) if not self.whole[slot] and slot not in proven]
         for slot, starts in proven.items():
-            assert near[0].begun[slot] == starts[-1]
-            assert far.begun[slot].number <= starts[-2:][0].number
+            assert near[0].replay_points[slot] == starts[-1]
+            assert far.replay_points[slot].number <= starts[-2:][0].number
         if self.policy == RestartPolicy() and not journal.memory.has_shown:
             furthest, *later = replays_of(journal.dump())
             assert furthest == max(plans, key=lambda plan: plan.requests).message or not all(self.whole)
@@ -303,7 +305,7 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def since_any_request_is_the_rest_of_the_list_or_not_known(self) -> None:
         for index, one in enumerate(self.asked):
-            plan = self.journal.since(one.number)
+            plan = self.journal.plan_since(one.number)
             assert plan is None or plan.entries == b"".join([later.data for later in self.asked[index + 1 :]])
 
     @invariant()
@@ -331,16 +333,16 @@ def in_first_episode(*, ended: tuple[int, ...] = (), policy: RestartPolicy = POL
     """Return a journal of one reset and nine steps, after which a snapshot stands, and is affordable no more."""
     journal = Journal(recording=True, policy=policy)
     journal.lay_out(STRIDE, SLOTS)
-    journal.begin(0)
+    journal.clear(0)
     journal.trim(10**9, 0.0, 10.0, 0)
     for number in range(1, 11):
-        journal.log(number, bytes(STRIDE))
+        journal.record(number, bytes(STRIDE))
     for slot in range(SLOTS):
-        journal.note_replay_point(slot, 1, b"", 0.0)
-    journal.note_ends(ended, 5)
+        journal.record_replay_point(slot, 1, b"", 0.0)
+    journal.record_ends(ended, 5)
     for slot in ended:
-        journal.note_replay_point(slot, 6, b"", 1.0)
-    journal.note_ends(ended, 8)
+        journal.record_replay_point(slot, 6, b"", 1.0)
+    journal.record_ends(ended, 8)
     return journal
 
 
@@ -377,9 +379,9 @@ def test_a_look_costs_the_same_however_many_odd_entries_there_are():
     def instructions_of_a_look(entries: int) -> int:
         journal, count = Journal(recording=True), 0
         journal.lay_out(STRIDE, SLOTS)
-        journal.begin(0)
+        journal.clear(0)
         for number in range(1, entries + 1):
-            journal.log(number, bytes(STRIDE + 8))
+            journal.record(number, bytes(STRIDE + 8))
         journal.trim(10**9, 0.0, 100.0, 0)
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:

@@ -48,7 +48,7 @@ RULES = [
 @pytest.fixture(autouse=True)
 def few_losses(monkeypatch):
     """More than POISON_AFTER, which is enough for all that is decided by it."""
-    monkeypatch.setattr(state_machine, "LOSSES", 4)
+    monkeypatch.setattr(state_machine, "MOST_LOSSES", 4)
 
 
 def events(rules):
@@ -87,7 +87,7 @@ def transitions(rules):
             if can_happen(state, event, rules):
                 after, instruction = decide(state, event, rules)
                 yield state, event, after, instruction
-                if after.losses <= state_machine.LOSSES and after not in found:
+                if after.losses <= state_machine.MOST_LOSSES and after not in found:
                     found.add(after)
                     todo.append(after)
 
@@ -101,7 +101,7 @@ def can_happen(state, event, rules):
         waits = instruction_of(state, rules) in (Instruction.ASK, Instruction.TRUNCATE)
         return state.request is not None and waits
     if isinstance(event, Lost) and state.process is Process.READY:
-        return state.request is not None and state.losses < state_machine.LOSSES
+        return state.request is not None and state.losses < state_machine.MOST_LOSSES
     if isinstance(event, Lost) and state.process is Process.LOST:
         return state.losses == 0  # how a process ended that an interruption has made lost
     return True

@@ -19,12 +19,12 @@ from wire_strategies import fingerprint, spaces_with_values
 
 from multienv._engine.recovery.verification import differences, same
 from multienv._engine.wire.banks import (
-    BEGIN,
     ENDED,
     FAILED,
     HEAD,
     MESSAGE,
     PICKLED_ROWS,
+    RESET,
     STEP,
     STEPPED,
     VALUE,
@@ -106,7 +106,7 @@ def test_a_slot_is_not_compared_before_its_start_and_there_by_its_observation_al
 
 
 def test_of_a_single_env_all_is_compared_from_its_start_on():
-    before = [entry(EXACT, kind=MESSAGE, tag=0, reply=VALUE), entry(EXACT, kind=BEGIN), entry(EXACT)]
+    before = [entry(EXACT, kind=MESSAGE, tag=0, reply=VALUE), entry(EXACT, kind=RESET), entry(EXACT)]
     for place, expected in enumerate([[], [0], [0]]):
         after = list(before)
         after[place] = entry(EXACT, rewards=(0, 1.0))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multienv._engine.recovery.journal import Plan
-from multienv._engine.recovery.state_machine import LOSSES
+from multienv._engine.recovery.state_machine import MOST_LOSSES
 from multienv._engine.recovery.way_back import (
     CameBack,
     Died,
@@ -61,12 +61,12 @@ def test_envs_that_are_as_they_were_are_taken_over(source: Source) -> None:
 def test_a_snapshot_whose_replay_differs_is_given_up_and_says_why() -> None:
     way, instruction = walk([COPY, FAR, NEAR], CameBack({1: "differs"}))
     assert instruction == Try(FAR, is_last=False)
-    assert way.setback == "differs"
+    assert way.snapshot_failure == "differs"
 
 
 def test_a_woken_copy_that_is_killed_is_followed_by_its_own_copy() -> None:
     killed = Died(-1, outside=True, copy=OTHER_COPY)
-    way, instruction = walk([COPY, FAR], *[killed] * (LOSSES - 1))
+    way, instruction = walk([COPY, FAR], *[killed] * (MOST_LOSSES - 1))
     assert instruction.source.of is OTHER_PROCESS
     assert decide_way(way, killed, RULES)[1] == Try(FAR, is_last=True)
     assert walk([COPY, FAR], Died(-1, outside=True))[1] == Try(FAR, is_last=True)
@@ -78,7 +78,7 @@ def test_two_deaths_in_the_same_repeated_request_are_no_chance() -> None:
     assert walk([COPY, FAR], crashed, elsewhere)[1].source.of is OTHER_PROCESS
     way, instruction = walk([COPY, FAR], crashed, elsewhere, crashed)
     assert instruction.source is FAR
-    assert way.setback == "2 processes ended while running request 5 of its replay"
+    assert way.snapshot_failure == "2 processes ended while running request 5 of its replay"
 
 
 def test_where_deaths_come_by_chance_more_of_them_in_one_request_are_allowed() -> None:
@@ -106,12 +106,12 @@ def test_copies_are_forked_on_the_way_and_the_newest_goes_on() -> None:
 
 
 def test_deaths_by_chance_leave_a_shorter_replay_only_after_several() -> None:
-    by_chance = [Died(at, outside=False) for at in range(LOSSES)]
+    by_chance = [Died(at, outside=False) for at in range(MOST_LOSSES)]
     assert walk([FAR, NEAR], *by_chance[1:])[1].source is FAR
     assert walk([FAR, NEAR], *by_chance)[1] == Try(NEAR, is_last=True)
     assert walk([FAR, NEAR], *[Died(1, outside=False)] * 2)[1] == Try(NEAR, is_last=True)
     assert walk([NEAR], *by_chance)[1] == Try(NEAR, is_last=True)
-    assert walk([FAR, NEAR], *[Died(1, outside=True)] * (LOSSES - 1))[1].source is FAR
+    assert walk([FAR, NEAR], *[Died(1, outside=True)] * (MOST_LOSSES - 1))[1].source is FAR
 
 
 def test_the_last_replay_is_taken_with_the_slots_that_differ_unless_all_do() -> None:
@@ -119,7 +119,7 @@ def test_the_last_replay_is_taken_with_the_slots_that_differ_unless_all_do() -> 
     assert walk([FAR, NEAR], CameBack(differ))[1] == Try(NEAR, is_last=True)
     assert walk([NEAR], CameBack(differ))[1] == TakeOver(differ)
     assert walk([NEAR], CameBack({**differ, 1: "last"}))[1] == GiveUp("one")
-    none_lost = WayRules(slots=3, tries=2, anew=(0,))
+    none_lost = WayRules(slots=3, tries=2, new_slots=(0,))
     assert walk([NEAR], CameBack({0: "new"}), rules=none_lost)[1] == TakeOver({0: "new"})
     assert walk([NEAR], CameBack(differ), rules=none_lost)[1] == GiveUp("one")
 

@@ -15,7 +15,7 @@ import pytest
 
 from kit.own_process import Forks
 from multienv._engine.native import native
-from multienv._engine.wire.segment import ASKED, BUSY, PID, SLOT, Segment
+from multienv._engine.wire.segment import ASKED_OUTSIDE, BUSY, PID, SLOT, Segment
 from multienv._engine.worker import census as module
 from multienv._engine.worker.census import OBSTACLES, AskedOutside
 
@@ -66,10 +66,10 @@ def hear(do: str, path: str, way: str, busy: int = 7, slot: int = 1) -> tuple[in
     words[BUSY], words[SLOT] = busy, slot
     NOTED[do][0](Path(path))
     words[BUSY] = words[SLOT] = 0
-    number, obstacle = words[ASKED], OBSTACLES[asked.take()]
+    number, obstacle = words[ASKED_OUTSIDE], OBSTACLES[asked.take()]
     others = Segment(-1).words
     asked.move(others)
-    return number, obstacle, others[ASKED], asked.take()
+    return number, obstacle, others[ASKED_OUTSIDE], asked.take()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ one whose process ends or is overdue. Envs that do not move in step are asked an
 
 **Ctrl-C.** KeyboardInterrupt is raised only in a wait, or at the end of the call: see ``interrupts.py``. A round stays
 ``FanOut.unfinished`` until its owner has handed the outcome to the caller. The supervisors keep the answers: the next
-call may call :meth:`FanOut.collect` again: it waits for what was not answered, and takes what was not taken.
+call may call :meth:`FanOut.collect` again: it waits for the missing answers, and collects what was not collected yet.
 
 Other signal handlers may raise anywhere. Such an exception leaves the round *broken*: the next call counts the workers
 of the round as lost. If it came while the round was sent, the round was never made.
@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Any
 
 from multienv._engine import cores, interrupts
-from multienv._engine.asking.members import AutoresetHook, Blocking, Members, Requests, Round, breaks
+from multienv._engine.asking.members import AutoresetHook, Blocking, Members, Requests, Round, leaves_broken
 from multienv._engine.processes.channel import wait_any
 from multienv._engine.recovery import hot_path
 from multienv._engine.recovery.hot_path import MISSING
@@ -34,8 +34,8 @@ from multienv.config import check_seconds
 from multienv.errors import CallPendingError, MultienvError, WaitTimeout
 
 
-def resumed(transition: Any) -> Any:
-    """Return the outcome of a step of one env, whose info says that the step was interrupted."""
+def mark_resumed(transition: Any) -> Any:
+    """Return the outcome of a step of one env, with ``resumed`` in its info: the step was interrupted."""
     *seen, info = transition
     told = info.get("multienv", {}) if isinstance(info, dict) else None
     if not isinstance(told, dict):  # an env of the caller's own, in this process
@@ -48,8 +48,8 @@ class FanOut:
 
     An env class calls ``ask(name, requests)``, makes the caller's values of the round, and calls ``finish()`` in the
     last line before it returns or raises them. If it finds ``unfinished`` set when it is called, an earlier call was
-    interrupted: ``resume()`` completes that round, ``drop()`` completes it for nobody. The two halves of a call are
-    ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``.
+    interrupted: ``resume()`` completes that round; ``complete_unfinished()`` does, too, and drops its outcome. The two
+    halves of a call are ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``.
 
     Args:
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
@@ -70,7 +70,7 @@ class FanOut:
         skips_none: bool = True,
     ) -> None:
         self.members = Members(self, members, autoreset=autoreset, threads=threads)
-        self._nothing, self._all = None if skips_none else MISSING, range(len(members))
+        self._skip, self._all = None if skips_none else MISSING, range(len(members))
         self._owner: dict[str, int] = {}  # "thread": the one that is in a call, or was interrupted in one
         # After multienv._engine.cores.spread(), which says on which core each worker runs.
         supervised = {member: one.core for member, one in enumerate(self.members.supervisors) if one is not None}
@@ -78,17 +78,17 @@ class FanOut:
 
     @property
     def unfinished(self) -> Round | None:
-        """Return the round whose outcome has not been handed to the caller; see :meth:`Members.count_as_lost`."""
-        current = self.members.asked
+        """Return the round whose outcome has not been handed to the caller; see :meth:`Members.mark_lost`."""
+        current = self.members.current_round
         if current is not None:
             if current.waits:
                 self._claim(current.name)
-            if current.is_broken and self.members.count_as_lost(current):
-                self.members.asked, self._owner = None, {}
-        return self.members.asked
+            if current.is_broken and self.members.mark_lost(current):
+                self.members.current_round, self._owner = None, {}
+        return self.members.current_round
 
     def _claim(self, name: str) -> None:
-        """Note that this thread makes a call, until :meth:`finish`. Raises CallPendingError if another one does."""
+        """Claim the members for this thread, until :meth:`finish`. Raises CallPendingError if another one has."""
         mine = get_ident()
         if self._owner.setdefault("thread", mine) == mine:  # in C: no other thread comes in between
             return
@@ -113,7 +113,7 @@ class FanOut:
         """Make blocking calls side by side, one for each member, as a round that survives an interruption, too."""
         self._claim(name)
         tasks = {member: Task(call) for member, call in enumerate(calls) if call is not None}
-        current = self.members.asked = Round(name, {}, waits=True, tasks=tasks)
+        current = self.members.current_round = Round(name, {}, waits=True, tasks=tasks)
         return self._collect(current, inf)
 
     def send(self, name: str, requests: Sequence[Any], *, waits: bool = True) -> Round:
@@ -127,22 +127,22 @@ class FanOut:
         # Most often it is free: then this costs no call of a function.
         if waits and self._owner.setdefault("thread", mine := get_ident()) != mine:
             self._claim(name)
-        members, nothing, done = self.members, self._nothing, 0
+        members, skip, done = self.members, self._skip, 0
         order = self._orders.get(cores.current_core(), self._supervised) if self._orders else self._supervised
         held = Requests(name, self._all, requests)
         current = Round(name, dict.fromkeys(order, held), waits)
         if members.blocking:  # begun when all others are asked
             calls = {member: partial(call, name, requests[member]) for member, call in members.blocking.items()}
-            current.tasks = {member: Task(call) for member, call in calls.items() if requests[member] is not nothing}
+            current.tasks = {member: Task(call) for member, call in calls.items() if requests[member] is not skip}
             current.requests.update(dict.fromkeys(current.tasks, held))
-        current.sending, members.asked = order, current
+        current.sending, members.current_round = order, current
         state = STEPPING if waits else STEPPING_ASYNC
         try:
             while done < len(order):
                 if name == "step":
-                    done = hot_path.ask(members.supervisors, order, done, requests, state, members.me, nothing)
+                    done = hot_path.send_plain(members.supervisors, order, done, requests, state, members.owner, skip)
                 if done < len(order):
-                    if requests[order[done]] is nothing:
+                    if requests[order[done]] is skip:
                         del current.requests[order[done]]
                     else:
                         members.send(current, order[done])
@@ -152,7 +152,7 @@ class FanOut:
             raise
         current.sending = ()
         if current.tasks:
-            members.start(current)
+            members.start_threads(current)
         return current
 
     def collect(self, timeout: float | None = None) -> Round:
@@ -165,7 +165,7 @@ class FanOut:
             WaitTimeout: An answer is not there yet.
         """
         check_seconds("timeout", timeout, zero=True)
-        current = self.members.asked
+        current = self.members.current_round
         assert current is not None
         self._claim(current.name)
         return self._collect(current, inf if timeout is None else monotonic() + timeout)
@@ -176,14 +176,14 @@ class FanOut:
 
     def resume(self) -> Round:
         """Complete the round that was broken off."""
-        current = self.members.asked
+        current = self.members.current_round
         assert current is not None
         sometimes("a round that was broken off is completed")
         current.resumed = True
         return self.collect()
 
-    def drop(self) -> None:
-        """Complete the round that was broken off, if there is one; nobody asks for its outcome."""
+    def complete_unfinished(self) -> None:
+        """Complete the round that was broken off, if there is one, and drop its outcome."""
         if self.unfinished is not None:
             self.resume()
             self.finish()
@@ -198,7 +198,7 @@ class FanOut:
             name: Of the call that is made now.
 
         Raises:
-            CallPendingError: The answer to the earlier call must be taken first.
+            CallPendingError: The answer to the earlier call must be collected first.
         """
         current = self.unfinished
         if current is None:
@@ -226,25 +226,25 @@ class FanOut:
         raises. The caller returns the outcome, or raises it, right after this.
         """
         if any(self.members.events):
-            current, self.members.asked = self.members.asked, None  # for a hook that uses the envs all the same
+            current, self.members.current_round = self.members.current_round, None  # for a hook that calls the envs
             try:
                 self.members.call_hooks()
             finally:
-                self.members.asked = current
+                self.members.current_round = current
         if interrupts.noted is not None:
             interrupts.raise_noted()
-        self.members.asked, self._owner = None, {}
+        self.members.current_round, self._owner = None, {}
 
-    def forget(self) -> Round | None:
-        """Return the unfinished round, and forget it without an outcome: it holds descriptors, and maps banks."""
-        current = self.members.asked
-        self.members.asked, self._owner = None, {}
+    def drop_round(self) -> Round | None:
+        """Drop the unfinished round, which holds descriptors and maps banks, without an outcome; return it."""
+        current = self.members.current_round
+        self.members.current_round, self._owner = None, {}
         return current
 
     def close(self) -> Round | None:
-        """Release the executor, wake a thread that waits, and :meth:`forget`. Takes no lock: handlers may call it."""
+        """Release the executor, wake a thread that waits, :meth:`drop_round`. Takes no lock: handlers may call it."""
         self.members.close()
-        return self.forget()
+        return self.drop_round()
 
     # --- how ----------------------------------------------------------------------------------------
 
@@ -259,32 +259,32 @@ class FanOut:
                 if current.answers or members.blocking:
                     left = [one for one in asked if one not in current.answers and one not in members.blocking]
                 state = STEPPING if current.waits else STEPPING_ASYNC
-                hot_path.take(members.supervisors, left, current.answers, state, members.leaves_ends)
+                hot_path.collect_plain(members.supervisors, left, current.answers, state, members.leaves_ends)
             while current.tasks or len(current.answers) < len(asked):
                 recovers = members.is_alone and until == inf and not current.tasks
-                ready = list(asked) if recovers else self._heard(current, until)
+                ready = list(asked) if recovers else self._wait_ready(current, until)
                 if not ready and monotonic() >= until:
                     self._owner.clear()  # any thread may wait again
                     raise WaitTimeout(f"{current.name}(): an answer is not there yet; nothing is lost, wait again.")
                 members.collect(current, ready, recovers=recovers)
         except BaseException as error:
             current.is_broken = True  # first: the next line may be broken off, too
-            current.is_broken = breaks(error)
+            current.is_broken = leaves_broken(error)
             # By a second wait, or as if both halves were one call; else the wait has only taken too long.
             current.resumed |= not isinstance(error, MultienvError)
             raise
         return current
 
-    def _heard(self, current: Round, until: float) -> list[int]:
-        """Return the members of which something can be taken; if there are none, wait for something.
+    def _wait_ready(self, current: Round, until: float) -> list[int]:
+        """Return the members whose answers can be collected; if there are none, wait for something.
 
-        What it returns may be empty. All that are awaited are watched: one that is lost meanwhile is returned. The
+        The list may be empty. All that are awaited are watched: one that is lost meanwhile is returned. The
         answer of the worker which was asked last ends the wait, so that the trainer is not woken for each.
 
         Channels are not held beyond this: a failure that the caller keeps would keep their memory mapped by its frames.
         """
         members, now = self.members, monotonic()
-        ended = members.ended(current)
+        ended = members.finished_threads(current)
         ready, asked, wake = members.poll(current, reversed(current.requests), now)
         if ended or ready or until <= now:
             return ended + ready
@@ -292,7 +292,7 @@ class FanOut:
         if lines:
             heard = [watched[index] for index in wait_any(lines[:1], min(until, wake), watched=lines[1:])]
             for member in heard:
-                members.supervisors[member].note_time()
+                members.supervisors[member].record_time()
             return heard
         for task in current.tasks.values():
             if not task.wait(None if until == inf else max(0.0, until - monotonic())):
@@ -365,7 +365,7 @@ class Calls:
             raise error
         answer, name = current.answers[0], current.name
         if current.resumed and name == "step":
-            answer = resumed(answer)
+            answer = mark_resumed(answer)
         convert = self.convert.get(name)
         if convert is not None:
             try:

@@ -1,4 +1,4 @@
-"""Ask each member again as soon as its answer was taken, at its own pace. Such a round does not end.
+"""Send each member its next request as soon as its answer is collected. Such a round does not end.
 
 ``stream.py`` builds ``send()`` and ``recv()`` for envs on it.
 """
@@ -13,7 +13,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from multienv._engine.asking.members import Members, Requests, Round, breaks
+from multienv._engine.asking.members import Members, Requests, Round, leaves_broken
 from multienv._engine.processes.channel import LONGEST_SLEEP
 from multienv._engine.processes.watch import Watch
 from multienv._engine.recovery import hot_path
@@ -22,7 +22,7 @@ from multienv._engine.recovery.state_machine import STEPPING_ASYNC
 from multienv._engine.threads import Bell
 
 # Seconds after requests were sent until their deadlines are looked at.
-_LOOK_EVERY = 0.1
+_POLL_AFTER = 0.1
 # Seconds between two looks for answers that do not count as time that an env took.
 _BRIEF = 0.01
 
@@ -42,21 +42,21 @@ class Result(NamedTuple):
 
 
 class ReadyBatch(NamedTuple):
-    """Holds the answers to requests, those that one call hands over.
+    """Holds the answers to requests that one call delivers.
 
     Attributes:
         envs: These envs, in the order in which they were ready.
         answers: One for each of them, ``None`` if nothing but an error has come; or, of envs that share a worker and
             follow each other here, one with a row for each.
-        unnoted: The members that have given these answers, if the stream has not noted them as ready: then the members
-            are forgotten in the round when the answers are handed over.
+        in_round: The members whose answers these are, if they are still in the round, and not among the ready results:
+            then the members are dropped from the round when the answers are delivered.
         resets: Those of the envs that were reset.
         errors: Env → what was raised.
     """
 
     envs: list[int]
     answers: list[Any]
-    unnoted: Collection[int] = ()
+    in_round: Collection[int] = ()
     resets: AbstractSet[int] = frozenset()
     errors: Mapping[int, BaseException] = MappingProxyType({})
 
@@ -90,9 +90,9 @@ class Sharing:
         """Return the member that has an env."""
         return env
 
-    def due(self, member: int, given: Mapping[int, Requests]) -> Requests | None:
+    def next_request(self, member: int, under_way: Mapping[int, Requests]) -> Requests | None:
         """Return the request to a member that is free; ``None`` if there is none."""
-        return given.get(member)
+        return under_way.get(member)
 
     def envs(self, member: int, request: Requests) -> Iterable[int]:
         """Return the envs of a member that a request concerns."""
@@ -103,13 +103,13 @@ class Sharing:
         return results_of(current)
 
     def ready_batch(self, current: Round) -> ReadyBatch | None:
-        """Return all that came, if it can be handed over as it is; it is plain answers to steps of whole members."""
+        """Return all that came, if it can be delivered as it is: plain answers to steps of whole members."""
         members = list(current.answers)
-        return ReadyBatch(members, list(current.answers.values()), unnoted=members)
+        return ReadyBatch(members, list(current.answers.values()), in_round=members)
 
 
 class InFlight:
-    """Asks members that go at their own pace, and hears which of them have answered.
+    """Sends requests to members that go at their own pace, and collects the answers of those that have answered.
 
     A call costs hardly more if more supervised members are asked. It goes over all that block.
 
@@ -120,28 +120,28 @@ class InFlight:
         bell: Rung by threads, and when the envs are closed.
 
     Attributes:
-        untold: Members whose hooks may have to be told something.
+        hooks_due: Members whose hooks may have to be called.
     """
 
     def __init__(self, bell: Bell) -> None:
         bell.silence()
         self._bell, self._watch = bell, Watch(bell)
-        self._look_at = 0.0  # when to go over all members that are asked: for deadlines, say
+        self._poll_all_at = 0.0  # when to go over all members that are asked: for deadlines, say
         self._heard_at = 0.0  # when slow members were looked for last
-        self._look_now: set[int] = set()  # members to go over by the next call: no event may tell of them
-        self._slow: set[int] = set()  # members that were asked when all were gone over: their times are noted
-        self.untold: set[int] = set()
+        self._poll_now: set[int] = set()  # members to go over by the next call: no event may tell of them
+        self._slow: set[int] = set()  # members that were asked when all were polled: their times are recorded
+        self.hooks_due: set[int] = set()
 
-    def end(self) -> None:
-        """End the round, in which nothing is asked any more."""
+    def close(self) -> None:
+        """End the round, in which no request is pending any more."""
         self._watch.end()
 
     def leave_to_thread(self, member: int) -> Callable[[], object]:
-        """Note that a thread takes care of a member; return what is called when it has ended."""
+        """Leave a member to a thread; return what is called when the thread has ended."""
         self._watch.remove(member)  # the thread hears it
         return self._bell.ring
 
-    # --- asking and taking ------------------------------------------------------------------------
+    # --- sending and collecting -------------------------------------------------------------------
 
     def send(
         self, members: Members, current: Round, requests: Mapping[int, Requests], contents: Sequence[Any] | None = None
@@ -173,88 +173,87 @@ class InFlight:
                 if member in members.blocking:
                     members.plan_thread(current, member, partial(members.blocking[member], *current.request(member)))
                 else:
-                    self._look_now.add(member)
+                    self._poll_now.add(member)
                     members.send(current, member)
         watched, done, count = self._watch.watched(plain), 0, len(plain)
         while done < count:
-            done = hot_path.ask(
-                members.supervisors, plain, done, contents, STEPPING_ASYNC, members.me, MISSING, watched
+            done = hot_path.send_plain(
+                members.supervisors, plain, done, contents, STEPPING_ASYNC, members.owner, MISSING, watched
             )
             if done < count:
-                self._look_now.add(plain[done])
+                self._poll_now.add(plain[done])
                 members.send(current, plain[done])
                 done += 1
-        self._look_at = min(self._look_at, monotonic() + _LOOK_EVERY)
+        self._poll_all_at = min(self._poll_all_at, monotonic() + _POLL_AFTER)
         if current.tasks:
-            members.start(current)
+            members.start_threads(current)
 
-    def take(self, members: Members, current: Round, until: float) -> bool:
-        """Take what has come; if nothing has, wait for something.
+    def collect(self, members: Members, current: Round, until: float) -> bool:
+        """Collect the answers that have come; if none has, wait for something.
 
         Args:
             members: The members.
             current: Their round.
-            until: When to give up, by ``time.monotonic()``. It may return earlier, with nothing taken.
+            until: When to give up, by ``time.monotonic()``. It may return earlier, with nothing collected.
 
         Returns:
             Whether all that has come is plain answers to steps.
         """
         try:
-            return self._take_answered(members, current, *self._come(members, current, until))
+            return self._collect_answered(members, current, *self._wait_answered(members, current, until))
         except BaseException as error:
-            current.is_broken, self._look_at = True, 0.0  # a wake byte may have been read in vain
-            current.is_broken = breaks(error)
+            current.is_broken, self._poll_all_at = True, 0.0  # a wake byte may have been read in vain
+            current.is_broken = leaves_broken(error)
             raise
 
-    def _come(self, members: Members, current: Round, until: float) -> tuple[list[int], list[int]]:
+    def _wait_answered(self, members: Members, current: Round, until: float) -> tuple[list[int], list[int]]:
         """Return the members that have answered, and those that failed or need attention; wait if there are none."""
         now = monotonic()
-        others = members.ended(current) if current.tasks else []
-        goes_over_all = now >= self._look_at
-        if goes_over_all or self._look_now:
-            others += self._go_over(members, current, now, goes_over_all=goes_over_all)
-        answered, ended = self._watch.heard(-inf if others else min(until, self._look_at), looks_for_ends=goes_over_all)
+        others = members.finished_threads(current) if current.tasks else []
+        polls_all = now >= self._poll_all_at
+        if polls_all or self._poll_now:
+            others += self._poll_members(members, current, now, polls_all=polls_all)
+        answered, ended = self._watch.heard(-inf if others else min(until, self._poll_all_at), looks_for_ends=polls_all)
         if self._slow:
             # Else an answer may have lain there while the trainer was elsewhere.
             if self._watch.has_waited or now - self._heard_at < _BRIEF:
                 for member in self._slow.intersection(answered):
-                    members.supervisors[member].note_time()
+                    members.supervisors[member].record_time()
             self._slow.difference_update(answered)
             self._heard_at = monotonic()
         return answered, others + ended
 
-    def _go_over(self, members: Members, current: Round, now: float, *, goes_over_all: bool) -> list[int]:
-        """Return the members of which something can be taken; leave those that are overdue to threads."""
-        ready, asked, wake = members.poll(current, list(current.requests if goes_over_all else self._look_now), now)
+    def _poll_members(self, members: Members, current: Round, now: float, *, polls_all: bool) -> list[int]:
+        """Return the members whose answers can be collected; leave those that are overdue to threads."""
+        ready, asked, wake = members.poll(current, list(current.requests if polls_all else self._poll_now), now)
         self._watch.add((member, *line) for member, line in asked.items())
         self._slow.update(asked.keys() - set(ready))
-        self._look_now.clear()
+        self._poll_now.clear()
         wake = min(wake, now + LONGEST_SLEEP)
-        self._look_at = wake if goes_over_all else min(wake, self._look_at)
+        self._poll_all_at = wake if polls_all else min(wake, self._poll_all_at)
         return ready
 
-    def _take_answered(self, members: Members, current: Round, answered: list[int], others: list[int]) -> bool:
-        """Take the answers of some members, the plain ones together; return whether all are plain."""
+    def _collect_answered(self, members: Members, current: Round, answered: list[int], others: list[int]) -> bool:
+        """Collect the answers of some members, the plain ones together; return whether all are plain."""
         asked, known, tasks = current.requests, current.answers, current.tasks
         if known or tasks or not asked.keys() >= set(answered):
             answered = [one for one in answered if one in asked and one not in known and one not in tasks]
-        if current.endings:  # that is the reset after it, and what it comes to is told of both together
+        if current.endings:  # the answer is that to the reset after it: both make one outcome
             others += [member for member in answered if member in current.endings]
             answered = [member for member in answered if member not in current.endings]
-        # It takes the last one first.
-        backwards = answered[::-1]
-        if answered and hot_path.take(members.supervisors, backwards, known, STEPPING_ASYNC, members.leaves_ends):
+        supervisors, backwards = members.supervisors, answered[::-1]  # the last one is collected first
+        if answered and hot_path.collect_plain(supervisors, backwards, known, STEPPING_ASYNC, members.leaves_ends):
             others += [member for member in answered if member not in known]
         if others:
-            self.untold.update(others)
+            self.hooks_due.update(others)
             members.collect(current, dict.fromkeys(others))
-            self._look_now.update(filter(current.misses, others))  # asked for a reset that follows a step, say
+            self._poll_now.update(filter(current.misses, others))  # asked for a reset that follows a step, say
         return not others
 
     def call_hooks(self, members: Members) -> None:
         """Call the hooks with what happened meanwhile to members that have answered."""
-        for member in list(self.untold):
+        for member in list(self.hooks_due):
             supervisor = members.supervisors[member]
             if supervisor is not None:
                 supervisor.reporter.call_hooks()
-            self.untold.discard(member)
+            self.hooks_due.discard(member)

@@ -1,4 +1,4 @@
-"""Ask supervised workers one by one, and take what they answer; in threads where that takes long.
+"""Send requests to workers one by one, and collect their answers; in threads where that takes long.
 
 A *member* is a supervised worker, or a function that blocks (an env without two halves). A round holds what members are
 asked, and what has come of it: a step of all of them (``fanout.py``), or what is asked of each at its own pace
@@ -125,13 +125,13 @@ class Round:
     """Holds what members were asked, and what has come of it so far.
 
     In the round of a call each member is asked once: a step of all, say. In the round of members *in flight* each is
-    asked again as soon as its answer was taken.
+    asked again as soon as its answer is collected.
 
     Attributes:
         name: What the caller called; ``""``: the members are in flight.
         requests: For each member that is asked, where its request is held. Members that are left alone are not in it.
         waits: Asked and answered in one call of the caller's; else in two halves, or in flight.
-        flight: An ``InFlight``, by which members in flight are asked and heard; ``None``: of a call.
+        flight: An ``InFlight``, which sends to members in flight and collects from them; ``None``: of a call.
         resumed: It was broken off, and a later call completes it.
         sending: Members that are being asked; ``()``: all are asked.
         is_broken: An exception of a signal handler has left a call; the next one counts its workers as lost.
@@ -167,15 +167,15 @@ class Round:
         """Tell whether a member was asked and its answer is missing."""
         return member in self.requests and member not in self.answers
 
-    def forget(self, members: Collection[int]) -> None:
-        """Forget the requests of these members, and what has come of them. Again does nothing."""
+    def drop(self, members: Collection[int]) -> None:
+        """Drop the requests of these members, and what has come of them. Again does nothing."""
         for held in (self.requests, self.answers, self.failures, self.tasks, self.endings):
             if held:
                 for member in members:
                     held.pop(member, None)
 
     def refusal(self, member: int) -> str:
-        """Return why a member that is asked here is not asked elsewhere before its answer is taken."""
+        """Return why a member that is asked here is not asked elsewhere before its answer is collected."""
         asked = self.requests[member].name
         if self.flight is not None:
             return f"its {asked}() is under way; recv() of the envs that it belongs to gives the result."
@@ -185,7 +185,7 @@ class Round:
 
 
 class Members:
-    """Asks members one by one, and takes what they answer.
+    """Sends requests to members one by one, and collects their answers.
 
     Args:
         owner: The ``FanOut`` that asks them.
@@ -196,8 +196,8 @@ class Members:
     Attributes:
         supervisors: Of the members that have one, ``None`` for the others.
         blocking: The functions of the others.
-        me: A reference to the owner, by which a supervisor knows who has asked it last.
-        asked: What they are asked, until the outcome has been handed to the caller.
+        owner: A weak reference to the ``FanOut``, by which a supervisor knows who has asked it last.
+        current_round: What they are asked, until the outcome has been handed to the caller.
         bell: Of all rounds in flight, once there is one: what a handler raises in a finalizer is swallowed.
         reporters: Of the supervisors.
         events: What their hooks are to be called with.
@@ -216,8 +216,8 @@ class Members:
         self.blocking = {member: one for member, one in enumerate(members) if callable(one)}
         self.leaves_ends = autoreset is not None and autoreset.leaves_ends
         self.is_alone = len(members) == 1 and not self.blocking
-        self.asked: Round | None = None
-        self.me = weakref.ref(owner)
+        self.current_round: Round | None = None
+        self.owner = weakref.ref(owner)
         self._autoreset = autoreset
         self._threads = min(threads or len(members), len(members))
         self._executor: Pool | None = None
@@ -243,8 +243,8 @@ class Members:
         for reporter in self.reporters:
             reporter.call_hooks()
 
-    def count_as_lost(self, current: Round) -> bool:
-        """Count as lost the workers of a call that was broken off, and whose answers are missing.
+    def mark_lost(self, current: Round) -> bool:
+        """Mark the workers of a call that was broken off, and whose answers are missing, as lost.
 
         Returns:
             Whether the call was never made: it was broken off while it sent its requests.
@@ -253,20 +253,20 @@ class Members:
         sometimes("the workers of a call that is sending are lost", bool(sending))
         sometimes("the workers of a call that has sent are lost", not sending)
         for member, supervisor in enumerate(self.supervisors):
-            if supervisor is None or supervisor.asked_by is not self.me or member in current.tasks:
+            if supervisor is None or supervisor.asked_by is not self.owner or member in current.tasks:
                 continue
             if member in sending or (not sending and current.misses(member)):
-                supervisor.count_as_lost(keeps_request=not sending)
-        current.forget(sending)
+                supervisor.mark_lost(keeps_request=not sending)
+        current.drop(sending)
         current.sending, current.is_broken = (), False
         return bool(sending) and current.flight is None
 
     def collect(self, current: Round, ready: Collection[int], *, recovers: bool = False) -> None:
-        """Take the answers of members of which something can be taken.
+        """Collect the answers of these members.
 
         Args:
             current: The round.
-            ready: Which of them.
+            ready: The members that have answered, or whose process is lost.
             recovers: Recover from a loss here; else a thread does.
         """
         for member in ready:
@@ -275,10 +275,10 @@ class Members:
             supervisor = self.supervisors[member]
             try:
                 # If nothing is pending, a thread has collected it, or a call that was broken off then.
-                is_pending = is_asked(current, supervisor)
+                is_pending = is_pending_in(current, supervisor)
                 answer = supervisor.collect(None, recovers) if is_pending else supervisor.resume()
                 if self._autoreset is not None and current.requests[member].name == "step":
-                    answer = self._follow(current, member, answer)
+                    answer = self._step_outcome(current, member, answer)
                 if answer is not MISSING:
                     current.answers[member] = answer
             except RecoveryDue:
@@ -286,10 +286,10 @@ class Members:
             except SystemLimitError:  # no failure of the env, which stays asked: the next call tries again
                 raise
             except MultienvError as error:
-                self._fail(current, member, error)
+                self._record_failure(current, member, error)
 
-    def _follow(self, current: Round, member: int, answer: Any) -> Any:
-        """Return what a step comes to, given an answer; MISSING if a request follows."""
+    def _step_outcome(self, current: Round, member: int, answer: Any) -> Any:
+        """Return the outcome of a step after this answer to it; MISSING if a request follows."""
         autoreset, supervisor, ended = self._autoreset, self.supervisors[member], current.endings.get(member)
         assert autoreset is not None
         following = autoreset.next(supervisor, ended, answer, current.request(member)[1])
@@ -297,27 +297,27 @@ class Members:
             return autoreset.joined(ended, answer)
         current.endings[member], name, request = following
         is_due = supervisor.maintenance.is_due or supervisor.maintenance.recycling_due
-        self._ask(current, member, name, request, in_thread=is_due)
-        self.start(current)
+        self._send_or_plan(current, member, name, request, in_thread=is_due)
+        self.start_threads(current)
         return MISSING
 
-    def _ask(self, current: Round, member: int, name: str, request: Any, *, in_thread: Any) -> None:
-        """Send a request; plan a thread for it if the process is to be replaced before, which takes a while."""
+    def _send_or_plan(self, current: Round, member: int, name: str, request: Any, *, in_thread: Any) -> None:
+        """Send a request; plan a thread for it if the process is to be replaced first, which takes long."""
         supervisor = self.supervisors[member]
         if not in_thread:
             _send(supervisor, name, request, current.waits)
             return
 
-        def ask_patiently() -> None:
+        def send_and_wait() -> None:
             _send(supervisor, name, request, current.waits)
             supervisor.resume()  # the supervisor keeps the answer
 
-        self.plan_thread(current, member, ask_patiently)
+        self.plan_thread(current, member, send_and_wait)
 
     def send(self, current: Round, member: int) -> None:
         """Send a supervisor's request, or the reset that takes its place."""
         supervisor, (name, request) = self.supervisors[member], current.request(member)
-        if supervisor.asked_by is not self.me and not self._takes_over(current, member):
+        if supervisor.asked_by is not self.owner and not self._claim(current, member):
             return
         try:
             message = None
@@ -327,12 +327,12 @@ class Members:
                 name, request = "reset", message
             maintenance = supervisor.maintenance
             is_due = maintenance.is_due or (name == "reset" and maintenance.recycling_due)
-            self._ask(current, member, name, request, in_thread=is_due and not self.is_alone)
+            self._send_or_plan(current, member, name, request, in_thread=is_due and not self.is_alone)
         except MultienvError as error:
-            self._fail(current, member, error)
+            self._record_failure(current, member, error)
 
-    def _takes_over(self, current: Round, member: int) -> bool:
-        """Take over a supervisor that another fan-out has asked before: that of an env alone, or of a MultiEnv of it.
+    def _claim(self, current: Round, member: int) -> bool:
+        """Claim a supervisor that another fan-out has asked before: that of an env alone, or of a MultiEnv of it.
 
         If that one was broken off, the answer which the caller has not got must not be passed over: the member fails.
         A reset of an env alone drops what was broken off of it alone.
@@ -340,26 +340,26 @@ class Members:
         supervisor = self.supervisors[member]
         other = None if supervisor.asked_by is None else supervisor.asked_by()
         # As it is: another thread may just be sending it.
-        unfinished = None if other is None else other.members.asked
+        unfinished = None if other is None else other.members.current_round
         if other is not None and unfinished is not None:
             theirs = other.members.supervisors.index(supervisor)
             if theirs in unfinished.requests:
                 name = current.requests[member].name
                 if name != "reset" or not unfinished.waits or len(other.members.supervisors) > 1:
                     refusal, asked = unfinished.refusal(theirs), unfinished.requests[theirs].name
-                    self._fail(current, member, CallPendingError(f"{name}(): {refusal}", asked))
+                    self._record_failure(current, member, CallPendingError(f"{name}(): {refusal}", asked))
                     return False
-                other.drop()
-        supervisor.asked_by = self.me
+                other.complete_unfinished()
+        supervisor.asked_by = self.owner
         return True
 
     def start_in_thread(self, current: Round, member: int, call: Callable[[], Any]) -> None:
-        """Begin a call for a member in a thread of the executor."""
+        """Start a call for a member in a thread of the executor."""
         self.plan_thread(current, member, call)
         current.tasks[member].start(self.pool)
 
     def plan_thread(self, current: Round, member: int, call: Callable[[], Any]) -> None:
-        """Note a call that a thread is to make for a member."""
+        """Plan a call that a thread is to make for a member."""
         current.tasks[member] = Task(call, current.flight and current.flight.leave_to_thread(member))
 
     def poll(
@@ -368,7 +368,7 @@ class Members:
         """Look at members that are asked; leave those that are overdue to threads, side by side.
 
         Returns:
-            Those of which something can be taken; channel and number of the request of each that has a process and is
+            Those whose answers can be collected; channel and number of the request of each that has a process and is
             not overdue, whether it has answered or not; and when the next one is overdue.
         """
         ready: list[int] = []
@@ -378,7 +378,7 @@ class Members:
             if not current.misses(member) or member in current.tasks or member in self.blocking:
                 continue
             supervisor = self.supervisors[member]
-            waited = supervisor.waiting() if is_asked(current, supervisor) else None
+            waited = supervisor.wait_target() if is_pending_in(current, supervisor) else None
             if waited is None:
                 ready.append(member)
                 continue
@@ -393,30 +393,30 @@ class Members:
             asked[member] = channel, number
         return ready, asked, wake
 
-    def start(self, current: Round) -> None:
-        """Begin the calls that are noted, in threads; again does nothing."""
+    def start_threads(self, current: Round) -> None:
+        """Start the calls that are planned, in threads; again does nothing."""
         for task in list(current.tasks.values()):
             task.start(self.pool)
 
-    def ended(self, current: Round) -> list[int]:
-        """Return the members whose thread has ended."""
+    def finished_threads(self, current: Round) -> list[int]:
+        """Record what came of the threads that have ended, and return their members."""
         ended = []
-        self.start(current)
+        self.start_threads(current)
         for member, task in list(current.tasks.items()):
             if task.wait(0):
-                self._end(current, member, task)
+                self._record_thread(current, member, task)
                 ended.append(member)
         return ended
 
-    def _end(self, current: Round, member: int, task: Task) -> None:
-        """Note how a thread has ended. What it raised is a failure; what a supervisor answered is taken from it later.
+    def _record_thread(self, current: Round, member: int, task: Task) -> None:
+        """Record how a thread has ended. What it raised is a failure; a supervisor's answer is collected later.
 
         An error that is no failure of the env, which stays asked, is raised: no descriptor is left, say.
         """
         supervised, error = member not in self.blocking and member in current.requests, task.error
         is_of_env = isinstance(error, MultienvError) and not isinstance(error, ClusterError | SystemLimitError)
         if error is not None and (is_of_env or not supervised):
-            self._fail(current, member, error)
+            self._record_failure(current, member, error)
         elif not supervised:
             current.answers[member] = task.result
         del current.tasks[member]
@@ -428,7 +428,7 @@ class Members:
                     del current.tasks[other]
             raise error
 
-    def _fail(self, current: Round, member: int, error: BaseException) -> None:
+    def _record_failure(self, current: Round, member: int, error: BaseException) -> None:
         if member in current.endings:
             error.returned = current.endings[member].returned  # type: ignore[attr-defined]
         # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
@@ -445,12 +445,12 @@ def _send(supervisor: Any, name: str, request: Any, waits: bool) -> None:
         supervisor.send(name, request, waits)
 
 
-def breaks(error: BaseException) -> bool:
+def leaves_broken(error: BaseException) -> bool:
     """Tell whether an exception has left a call half done: it is none of ours, and did not come while it waited."""
     return not isinstance(error, MultienvError) and not interrupts.only_waited(error)
 
 
-def is_asked(current: Round, supervisor: Any) -> bool:
+def is_pending_in(current: Round, supervisor: Any) -> bool:
     """Tell whether a request is pending that was asked as this round asks: in one call, or in two halves."""
     request = supervisor.state.request
     return request is not None and request.waits is current.waits

@@ -28,7 +28,7 @@ from multienv._engine.processes.launcher import Launch, Preload, method_of, prel
 from multienv._engine.processes.limits import limit_error, limits_of_workers
 from multienv._engine.processes.serial import SerialChannel
 from multienv._engine.processes.worker_process import run_uninterrupted
-from multienv._engine.recovery.recoverer import Launcher, Turns
+from multienv._engine.recovery.recoverer import BuildTurns, Launcher
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.recovery.way_back import ForkingPolicy
 from multienv._engine.reports.store import directory_for
@@ -255,7 +255,7 @@ class Workers:
         self._worker_env, self._numbers = worker_env, count()
         self._seed = checked_count("worker_seed", worker_seed, 0)
         most = checked_count("starts_at_once", starts_at_once)
-        self._turns = None if most is None else Turns(most)
+        self._turns = None if most is None else BuildTurns(most)
         self._first: Supervisor | None = None
 
     def make(
@@ -314,7 +314,7 @@ class Workers:
         worker = self._supervisor(launcher, build, index=index)
         if learns:
             assert isinstance(launcher, Launch)
-            worker.recoverer.learn = launcher.learn
+            worker.recoverer.on_imports = launcher.learn
         self._first = self._first or worker
         worker.share_memory(self._first)
         worker.recoverer.turns = self._turns

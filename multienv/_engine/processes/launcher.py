@@ -182,7 +182,7 @@ class Launch:
         preload = self.preload if self.preload is not None and self.preload.names else None
         token = 0 if preload is None else preload.token
         order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, token, self.title)
-        shared = -1 if self.shared is None else self.shared.handed()
+        shared = -1 if self.shared is None else self.shared.sealed_descriptor()
         return run_uninterrupted(partial(_launched, order, shared, preload))
 
     def learn(self, imports: Imports) -> None:

@@ -2,7 +2,7 @@
 
 A single env is a batch of one, whose caller gets only slot 0. A truncation shows the observation that the caller saw
 last, which the worker's position holds. Reading a reply changes nothing, so it can be repeated: the supervisor commits
-the ``Read`` together with the end of the request.
+the ``Reply`` together with the end of the request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def unreadable(command: str, error: Exception) -> ResultNotPicklableError:
 
 
 @dataclass(slots=True)
-class Read:
+class Reply:
     """Holds what a reply shows, until the supervisor commits it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Read:
         seen, pickled_rows: The new values of these attributes of ``Position``.
         ended: A step ended the episode of a single env.
         failed: The request raised as a whole.
-        entry, call: What the journal gets, see :meth:`Journal.log`; ``b""``: nothing.
+        entry, call: What the journal gets, see :meth:`Journal.record`; ``b""``: nothing.
         answer: What the caller gets.
         truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
     """
@@ -121,15 +121,15 @@ class Answers:
         self.points_in = 0
         self.points: ReplayPoints = ()
 
-    def at(self, position: Position) -> Answers:
+    def for_position(self, position: Position) -> Answers:
         """Return what reads replies to a caller who has seen what this position says."""
         other = copy.copy(self)
         other._position = position
         return other
 
-    def take(
+    def read_reply(
         self, channel: Channel, number: int, state: State, message: Any, payload: bytes, lost: LostError | None
-    ) -> Read:
+    ) -> Reply:
         """Read the reply to the pending request. Raises ``Gone`` if it cannot be decoded.
 
         Args:
@@ -144,7 +144,7 @@ class Answers:
         assert request is not None
         bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
         at = self._position
-        read = Read(number, b"", b"", b"", at.seen, at.pickled_rows) if is_call else self.read(segment, number)
+        read = Reply(number, b"", b"", b"", at.seen, at.pickled_rows) if is_call else self.read_raw(segment, number)
         read.failed = bank.view[2] == FAILED
         if not is_call or is_recorded(message):  # before anything is laid over the rows
             read.entry = entry_of(bank, payload, b"" if read.failed else read.evidence)
@@ -163,14 +163,14 @@ class Answers:
             read.answer = self.truncation(segment, ((0, str(read.answer)),))
         return read
 
-    def _answer(self, segment: Segment, read: Read, message: Any, state: State, lost: LostError | None) -> Any:
+    def _answer(self, segment: Segment, read: Reply, message: Any, state: State, lost: LostError | None) -> Any:
         """Return what the reply to a request shows."""
         request, skipped = state.request, state.skipped
         assert request is not None
         if request.kind is Kind.STEP:
-            return self.step(segment, read, skipped, request.left_alone)
+            return self.step_answer(segment, read, skipped, request.left_alone)
         if request.kind is Kind.RESET:
-            answer = self.reset(segment, read, message, skipped)
+            answer = self.reset_answer(segment, read, message, skipped)
             if isinstance(answer, RowsReply) and lost is not None:
                 answer.errors |= {slot: lost(reason) for slot, reason in skipped}
             return answer
@@ -183,12 +183,12 @@ class Answers:
             return errors[0] if 0 in errors else values[0]
         return values, errors
 
-    def read(self, segment: Segment, number: int) -> Read:
+    def read_raw(self, segment: Segment, number: int) -> Reply:
         """Return the reply as bytes. Nothing is unpickled, so nothing can raise."""
-        return Read(number, *payload_of(segment, number), self._position.seen, self._position.pickled_rows)
+        return Reply(number, *payload_of(segment, number), self._position.seen, self._position.pickled_rows)
 
-    def step(
-        self, segment: Segment, read: Read, skipped: Skipped, left_alone: Sequence[int] = ()
+    def step_answer(
+        self, segment: Segment, read: Reply, skipped: Skipped, left_alone: Sequence[int] = ()
     ) -> RowsReply | Transition | Exception:
         """Return what a reply to a step shows: rows, those of skipped slots as honest truncations, or a transition.
 
@@ -200,9 +200,9 @@ class Answers:
             read.ended = verbatim
             return self._error_of(-1, pickle.loads(read.rest))
         read.ended = verbatim and bool(bank.view[3] & ENDED)
-        reply, extras = self._reply(segment, read, "step")
+        reply, extras = self._read_rows(segment, read, "step")
         if verbatim:
-            return self._unwrapped(segment, read, extras)
+            return self._transition(segment, read, extras)
         infos: dict[int, Any] = dict(extras.infos) if skipped else {}
         for slot, reason in skipped:
             if bank.skipped[slot] == BEGUN:
@@ -218,23 +218,23 @@ class Answers:
             rows, before = list(left_alone), segment.banks[self._position.seen & 1]
             for name in ("terminated", "truncated", "failed"):
                 getattr(bank, name)[rows] = getattr(before, name)[rows]
-        self._finish(segment, read, reply, extras, infos)
+        self._write_failures(segment, read, reply, extras, infos)
         return reply
 
-    def reset(
-        self, segment: Segment, read: Read, message: Reset, skipped: Skipped
+    def reset_answer(
+        self, segment: Segment, read: Reply, message: Reset, skipped: Skipped
     ) -> RowsReply | tuple[Any, dict[str, Any]] | Exception:
         """Return what a reply to a reset shows; rows of slots that were not reset are what the caller saw last."""
         if segment.banks[read.number & 1].view[2] == FAILED:
             return self._error_of(-1, pickle.loads(read.rest))
-        reply, extras = self._reply(segment, read, "reset")
+        reply, extras = self._read_rows(segment, read, "reset")
         if self.codec.verbatim:
-            observation, *_, info = self._unwrapped(segment, read, extras)
+            observation, *_, info = self._transition(segment, read, extras)
             return observation, info
         missing = dict(skipped)
         left = [slot for slot in range(self.codec.slots) if slot in missing or not message.touches(slot)]
         self._show_again(segment, left, reply)
-        self._finish(segment, read, reply, extras, {})
+        self._write_failures(segment, read, reply, extras, {})
         return reply
 
     def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply | Transition:
@@ -258,7 +258,7 @@ class Answers:
             return info
         return {"final_obs": self._last_observation(segment, slot), "final_info": info, **info}
 
-    def plain(self, segment: Segment, number: int) -> RowsReply | Transition | None:
+    def plain_answer(self, segment: Segment, number: int) -> RowsReply | Transition | None:
         """Return the answer to a plain step of which some infos are pickled; ``None`` if they cannot be read."""
         payload = segment.read_reply_payload(number)  # without a pickled part: the rows hold all
         try:
@@ -300,7 +300,7 @@ class Answers:
             raise illegible[0]
         return extras, illegible
 
-    def _reply(self, segment: Segment, read: Read, command: str) -> tuple[RowsReply, Extras]:
+    def _read_rows(self, segment: Segment, read: Reply, command: str) -> tuple[RowsReply, Extras]:
         number, pickled_rows = read.number, self._position.pickled_rows_now
         if segment.banks[number & 1].view[3] & PICKLED_ROWS:
             pairs = zip(pickled_rows, pickle.loads(read.pickled), strict=True)
@@ -314,12 +314,14 @@ class Answers:
         reply.errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
         return reply, extras
 
-    def _unwrapped(self, segment: Segment, read: Read, extras: Extras) -> Transition:
+    def _transition(self, segment: Segment, read: Reply, extras: Extras) -> Transition:
         """Return the transition of a single env. Raises what unpickling it raises."""
         _, (row,) = read.pickled_rows
         return (*self.codec.transition(segment, read.number, row), _first_info(extras))
 
-    def _finish(self, segment: Segment, read: Read, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
+    def _write_failures(
+        self, segment: Segment, read: Reply, reply: RowsReply, extras: Extras, infos: dict[int, Any]
+    ) -> None:
         """Write the failures into the rows of their slots.
 
         ``infos`` are all infos, if truncations were laid over some of them; else ``{}``.

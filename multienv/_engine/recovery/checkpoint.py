@@ -40,7 +40,7 @@ class Snapshot:
 
     Attributes:
         token: Number of the frozen process.
-        position: Where the worker stood when the snapshot was taken, as :func:`where_of` returns it.
+        position: Where the worker stood when the snapshot was taken, as :func:`dump_position` returns it.
         kept: The snapshots of the worker.
         of: The envs, in words.
     """
@@ -153,7 +153,7 @@ def not_forked(obstacle: str) -> UsageError:
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
-def where_of(position: Position, state: State, segment: Segment) -> dict[str, Any]:
+def dump_position(position: Position, state: State, segment: Segment) -> dict[str, Any]:
     """Return where a worker stands, as plain data; ``segment``: of the process that showed what was seen last."""
     episode, truncations = state.episode.value, state.pending_truncations
     return {**position.dump(segment), "episode": episode, "pending_truncations": truncations}
@@ -164,7 +164,7 @@ def state_at(where: Mapping[str, Any]) -> State:
     return State(Process.READY, Episode(where["episode"]), pending_truncations=where["pending_truncations"])
 
 
-def packed(where: Mapping[str, Any], journal: Journal) -> dict[str, Any]:
+def pack_state(where: Mapping[str, Any], journal: Journal) -> dict[str, Any]:
     """Return where a worker stands as what ``state_dict()`` returns; UsageError if its envs could not be replayed."""
     if not journal.replaying or not any(not plan.missing for plan in journal.plans()):
         raise UsageError(
@@ -175,8 +175,8 @@ def packed(where: Mapping[str, Any], journal: Journal) -> dict[str, Any]:
     return {"version": _VERSION, "position": position, "digest": _digest_of(position)}
 
 
-def unpacked(state: Any, journal: Journal, slots: int) -> dict[str, Any]:
-    """Return what :func:`packed` was given; ``journal`` and ``slots``: of the worker that is to go on from there.
+def unpack_state(state: Any, journal: Journal, slots: int) -> dict[str, Any]:
+    """Return what :func:`pack_state` was given; ``journal`` and ``slots``: of the worker that is to go on from there.
 
     Raises:
         UsageError: It is not what ``state_dict()`` returned, or the worker does not replay.
@@ -201,14 +201,14 @@ def unpacked(state: Any, journal: Journal, slots: int) -> dict[str, Any]:
     return where
 
 
-def brought_back(
+def bring_back_to(
     recoverer: Recoverer, where: Mapping[str, Any], present: Position, reporter: Reporter, token: int | None = None
 ) -> Revived:
     """Bring envs back to where a worker stood: from a frozen process, or by a replay of what led there.
 
     Args:
         recoverer: Of the worker that is to go on from there.
-        where: What :func:`where_of` returned.
+        where: What :func:`dump_position` returned.
         present: Where that worker stands now.
         reporter: Names its envs.
         token: Of the frozen process; ``None``: there is none.
@@ -220,7 +220,7 @@ def brought_back(
     there.load(where)
     sources, why = sources_of_earlier(there.journal, there.number, token), there.journal.why_no_plan()
     try:
-        revived = recoverer.bring_back(there.build, sources, recoverer.begin(planned=True), why_no_source=why)
+        revived = recoverer.bring_back(there.build, sources, recoverer.new_progress(planned=True), why_no_source=why)
     except Unrecoverable as reason:
         text = f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
         text += "The env is as it was before."

@@ -25,16 +25,16 @@ from multienv._engine.processes.channel import SPIN_SECONDS, Channel
 from multienv._engine.processes.watch import Watched
 from multienv._engine.recovery.state_machine import EPISODE_OVER, RESETTING, RESETTING_ASYNC, RUNNING, Kind, State
 from multienv._engine.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP, INT_STEP
-from multienv._engine.wire.banks import BEGIN, ENDED, STEP, STEPPED
+from multienv._engine.wire.banks import ENDED, RESET, STEP, STEPPED
 from multienv._engine.wire.codecs import REWARD_TYPES, Codec
 from multienv._engine.wire.infos import NO_COLUMNS, Extras, NumberInfos, described
-from multienv._engine.wire.messages import BEGINNING
+from multienv._engine.wire.messages import PLAIN_RESET
 from multienv._engine.wire.segment import REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS
 from multienv.errors import MultienvError
 
 # A mask of request numbers: after every 64th the limits are applied. See Supervisor.apply_limits.
 SAMPLE = 63
-# Seconds that take() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
+# Seconds that collect_plain() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
 _PATIENCE = 0.01
 
 # What a plain reply means for the episode.
@@ -120,25 +120,25 @@ def plain_heads(*, verbatim: bool) -> dict[int, int]:
         for flag in (0, ENDED)
         for reward in rewards
     }
-    return heads | {BEGIN | STEPPED << 16: BEGINS} if verbatim else heads
+    return heads | {RESET | STEPPED << 16: BEGINS} if verbatim else heads
 
 
-def begin(supervisor: Any, waits: bool) -> bool:
-    """Have a single env's reset that carries nothing pending, if its episode has ended and nothing else is due.
+def set_plain_reset(supervisor: Any, waits: bool) -> bool:
+    """Make a reset without seed and options the pending request of a single env, if its episode has ended.
 
     Returns:
-        Whether it is: the ``Supervisor`` publishes it.
+        Whether it is, so that the ``Supervisor`` publishes it; not if something else is due first.
     """
     maintenance = supervisor.maintenance
     if supervisor.state is not EPISODE_OVER or maintenance.is_due or maintenance.recycling.wanted:
         return False
-    supervisor.reporter.asked = ()
-    supervisor.pending.begin(BEGINNING, b"", supervisor.pending.limit_of(Kind.RESET))
+    supervisor.reporter.seeds_asked = ()
+    supervisor.pending.set_request(PLAIN_RESET, b"", supervisor.pending.limit_of(Kind.RESET))
     supervisor.state = RESETTING if waits else RESETTING_ASYNC
     return True
 
 
-def ask(
+def send_plain(
     supervisors: Sequence[Any],
     members: Sequence[int],
     done: int,
@@ -148,12 +148,12 @@ def ask(
     nothing: Any = MISSING,
     watched: Watched | None = None,
 ) -> int:
-    """Publish steps, up to the first worker that cannot be asked plainly; does not block.
+    """Send steps, up to the first worker that cannot be asked plainly; does not block.
 
     Args:
         supervisors: Each a ``Supervisor``; of all members.
         members: Which of them, in this order.
-        done: How many of ``members`` are done already.
+        done: How many of ``members`` were sent theirs already.
         actions: One for each supervisor. With ``watched`` one for each of ``members``.
         state: ``STEPPING`` or ``STEPPING_ASYNC``.
         asker: What asked each worker last, as its ``asked_by`` says.
@@ -161,7 +161,7 @@ def ask(
         watched: Of workers that go at their own pace. One whose process is not watched is not asked plainly.
 
     Returns:
-        The place of the first that is not done.
+        The place of the first that was not sent.
     """
     for place in range(done, len(members)):
         member = members[place]
@@ -195,14 +195,14 @@ def ask(
     return len(members)
 
 
-def take(  # noqa: C901 - one loop, because each call counts here
+def collect_plain(  # noqa: C901 - one loop, because each call counts here
     supervisors: Sequence[Any],
     members: Sequence[int] | dict[int, Any],
     answers: Any,
     state: State,
     leaves_ends: bool = False,
 ) -> bool:
-    """Wait for plain answers, the worker that was asked last first, and put them into ``answers``.
+    """Wait for plain answers, of the worker that was asked last first; commit them, and put them into ``answers``.
 
     A worker alone is waited for until it answers or is lost; of several, one that is slow is left.
 
@@ -210,7 +210,7 @@ def take(  # noqa: C901 - one loop, because each call counts here
         supervisors: Each a ``Supervisor``; of all members.
         members: Which of them, in the order in which they were asked.
         answers: Where the answers are put, by member.
-        state: That of a worker whose answer may be taken.
+        state: That of a worker whose answer may be collected.
         leaves_ends: Leave the answer that ends an episode with its supervisor.
 
     Returns:
@@ -267,4 +267,4 @@ def take(  # noqa: C901 - one loop, because each call counts here
 
 
 if native is not None and native.follow(globals()):  # the same in native code
-    ask, take, buffers_of = native.ask, native.take, _native_buffers
+    send_plain, collect_plain, buffers_of = native.send_plain, native.collect_plain, _native_buffers

@@ -82,8 +82,8 @@ class MemoryAcrossResets:
         """Return what is lost when new envs replace old ones; ``""`` if no memory is known."""
         return "What the env remembered from earlier episodes is lost." if self.has_shown else ""
 
-    def note(self, env: str, what: str) -> None:
-        """Note that a replay from a reset differs; log a warning the first time.
+    def record_difference(self, env: str, what: str) -> None:
+        """Record that a replay from a reset differs; log a warning the first time.
 
         Args:
             env: Names the env.
@@ -102,8 +102,8 @@ class MemoryAcrossResets:
             what,
         )
 
-    def note_loss(self, env: str, why: str) -> str:
-        """Note that new envs have replaced old ones; return what is lost, and log a warning the first time.
+    def record_new_envs(self, env: str, why: str) -> str:
+        """Record that new envs have replaced old ones; return what is lost, and log a warning the first time.
 
         Args:
             env: Names the env.
@@ -155,7 +155,7 @@ class History:
         return tuple(one for one in self.replay_points if one.number < self.ended)
 
     @property
-    def gap(self) -> str:
+    def why_not_from_reset(self) -> str:
         """Return why the slot cannot be replayed from a reset, if it cannot."""
         if self.proven():
             return NOT_ACCEPTED
@@ -172,7 +172,7 @@ class Plan:
         missing: Slots that take no part in it, and why.
         calls: Calls and attributes set before the first entry.
         requests: Number of the entries.
-        begun: The replay points, by slot.
+        replay_points: By slot.
         resets: Slots that are replayed from a reset, and not from the construction of their envs.
         repeated: So many requests the process has repeated: it is a copy, forked in an attempt that has failed.
         every: Copies are forked between so many of the others; 0: none.
@@ -183,7 +183,7 @@ class Plan:
     missing: Mapping[int, str] = field(default_factory=dict)
     calls: tuple[bytes, ...] = ()
     requests: int = 0
-    begun: Mapping[int, ReplayPoint] = field(default_factory=dict)
+    replay_points: Mapping[int, ReplayPoint] = field(default_factory=dict)
     resets: tuple[int, ...] = ()
     repeated: int = 0
     every: int = 0
@@ -222,14 +222,14 @@ class Journal:
         self.replaying = policy.replays and recording
         self._policy, self.memory = policy, MemoryAcrossResets()
         self.stride, self.slots, self._affordable = HEAD.size, 1, AFFORDABLE
-        self.begin(0)
+        self.clear(0)
 
     def lay_out(self, stride: int, slots: int, construction: float = 0.0) -> None:
-        """Note how long a plain step is, how many envs there are, and the seconds that their construction took."""
+        """Set how long a plain step is, how many envs there are, and the seconds that their construction took."""
         self.stride, self.slots, self._affordable = stride, slots, max(AFFORDABLE, 2 * construction)
 
-    def begin(self, number: int, calls: Iterable[bytes] = ()) -> None:
-        """Empty the journal, because the envs were just built: the next request is ``number + 1`` or later.
+    def clear(self, number: int, calls: Iterable[bytes] = ()) -> None:
+        """Clear the journal, because the envs were just built: the next request is ``number + 1`` or later.
 
         Args:
             number: Of the last request before.
@@ -261,8 +261,8 @@ class Journal:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def log(self, number: int, entry: bytes, call: bytes = b"") -> None:
-        """Add the entry of a request; adding it again changes nothing.
+    def record(self, number: int, entry: bytes, call: bytes = b"") -> None:
+        """Record the entry of a request; recording it again changes nothing.
 
         Args:
             number: Of the request.
@@ -277,37 +277,37 @@ class Journal:
             self._kept_calls[number] = call
         self.entries[number] = entry
 
-    def log_all(self, number: int, entries: Iterable[bytes]) -> None:
-        """Add the entries of a rollout, the first of which has this number."""
-        self.cut(number - 1)
+    def record_rollout(self, number: int, entries: Iterable[bytes]) -> None:
+        """Record the entries of a rollout, the first of which has this number."""
+        self.drop_after(number - 1)
         for one, entry in enumerate(entries, number):
-            self.log(one, entry)
+            self.record(one, entry)
 
-    def cut(self, number: int) -> None:
-        """Forget entries after that of ``number``: they were stored, but not committed."""
+    def drop_after(self, number: int) -> None:
+        """Drop the entries after that of ``number``: they were recorded, but not committed."""
         for late in list(takewhile(lambda one: one > number, reversed(self.entries))):
             for held in (self._longer, self._kept_calls, self.entries):
                 held.pop(late, None)
 
-    def note_replay_point(self, slot: int, number: int, generators: bytes, seconds: float) -> None:
-        """Note a reset of a slot, and the state of its generators before it. To note it twice changes nothing."""
+    def record_replay_point(self, slot: int, number: int, generators: bytes, seconds: float) -> None:
+        """Record a reset of a slot, and the state of its generators before it; recording it again changes nothing."""
         history = self.histories[slot]
         earlier = tuple(one for one in history.replay_points if one.number < number)
         history.replay_points = (*earlier, ReplayPoint(number, seconds, generators))
 
-    def note_ends(self, slots: Iterable[int], number: int) -> None:
-        """Note that episodes of these slots ended in a request, or that it resets them."""
+    def record_ends(self, slots: Iterable[int], number: int) -> None:
+        """Record that episodes of these slots ended in a request, or that it resets them."""
         for slot in slots:
             self.histories[slot].ended = number
 
-    def forget_past(self, slots: Iterable[int]) -> None:
-        """Forget the replay points of these slots: their envs are others than the recorded ones."""
+    def drop_replay_points(self, slots: Iterable[int]) -> None:
+        """Drop the replay points of these slots: their envs are others than the recorded ones."""
         for slot in slots:
             self.histories[slot] = History(ended=self.histories[slot].ended, is_whole=False)
 
-    def go_on_from(self, plan: Plan) -> None:
-        """Note that the envs come from this replay: what lies before its replay points cannot be replayed any more."""
-        for slot, point in plan.begun.items():
+    def drop_before(self, plan: Plan) -> None:
+        """Drop what lies before the replay points of this plan, as its replay has brought the envs back."""
+        for slot, point in plan.replay_points.items():
             history = self.histories[slot]
             if history.replay_points and history.replay_points[0].number < point.number:
                 kept = tuple(one for one in history.replay_points if one.number >= point.number)
@@ -315,7 +315,7 @@ class Journal:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def since(self, number: int) -> Plan | None:
+    def plan_since(self, number: int) -> Plan | None:
         """Return the replay of what came after request ``number``; ``None`` if not all of that is held any more."""
         if not self.recording or number + 1 < self.first:
             return None
@@ -326,66 +326,66 @@ class Journal:
         """Return the numbers of the entries from ``front`` on; what comes before is not looked at."""
         return list(takewhile(lambda one: one >= front, reversed(self.entries)))[::-1]
 
-    def plans(self, *, near: bool = False, anew: Collection[int] = ()) -> list[Plan]:
+    def plans(self, *, near: bool = False, new_slots: Collection[int] = ()) -> list[Plan]:
         """Return the replays to try, in order.
 
         Args:
             near: The shortest first, even if the journal is whole: a long replay would leak again what has leaked.
-            anew: Slots that take no part in them: their envs are to be new ones.
+            new_slots: Slots that take no part in them: their envs are to be new ones.
         """
         if not self.recording:
             return []
-        plans = self._plan(near=False, anew=anew), self._plan(near=True, anew=anew)
+        plans = self._plan(near=False, new_slots=new_slots), self._plan(near=True, new_slots=new_slots)
         found = [plan for plan in plans if plan is not None]
         repeats_all = len({plan.requests for plan in found}) == 1  # also the near one, for a slot without a point
         is_far = self.is_whole and (self._is_affordable or self.memory.has_shown or repeats_all)
         if near or not is_far:
             found.reverse()
-        return found[:1] if len(found) == 2 and found[0].begun == found[1].begun else found
+        return found[:1] if len(found) == 2 and found[0].replay_points == found[1].replay_points else found
 
     def can_be_shorter(self, plan: Plan | None) -> bool:
         """Tell whether another replay can begin later than this one; ``None``: than a woken snapshot."""
         near = self._plan(near=True)
-        return near is not None and (plan is None or plan.begun != near.begun)
+        return near is not None and (plan is None or plan.replay_points != near.replay_points)
 
-    def _plan(self, *, near: bool, anew: Collection[int] = ()) -> Plan | None:
+    def _plan(self, *, near: bool, new_slots: Collection[int] = ()) -> Plan | None:
         """Return the replay from the last replay points, or from the first ones; ``None`` if no slot has any."""
-        begun, missing, resets, from_construction = {}, {}, [], False
+        points, missing, resets, from_construction = {}, {}, [], False
         only_whole = self._policy.accept == "exact"
         for slot, history in enumerate(self.histories):
             proven = history.proven()
-            if slot in anew:
+            if slot in new_slots:
                 missing[slot] = NEW
             elif history.is_whole and (only_whole or not near or proven[-1:] in ((), history.replay_points[:1])):
                 from_construction = True
                 if history.replay_points:
-                    begun[slot] = history.replay_points[0]
+                    points[slot] = history.replay_points[0]
             elif proven and not only_whole:
-                begun[slot] = proven[-1 if near else 0]
+                points[slot] = proven[-1 if near else 0]
                 resets.append(slot)
             else:
                 sometimes("a slot cannot be replayed")
-                missing[slot] = history.gap
+                missing[slot] = history.why_not_from_reset
         if len(missing) == self.slots:
             return None
-        front = self.first if from_construction else min(one.number for one in begun.values())
+        front = self.first if from_construction else min(one.number for one in points.values())
         numbers = self._numbers_from(front)
         return Plan(
             b"".join([self.entries[number] for number in numbers]),
             tuple(
                 ReplayStart(slot, bisect_left(numbers, one.number), one.generators, waits=slot in resets)
-                for slot, one in begun.items()
+                for slot, one in points.items()
             ),
             missing,
             tuple(payload for number, payload in self._kept_calls.items() if number < front),
             len(numbers),
-            begun,
+            points,
             tuple(resets),
         )
 
     def why_no_plan(self) -> str:
         """Return why there is no plan, so that no slot can be replayed."""
-        gaps = [history.gap for history in self.histories]
+        gaps = [history.why_not_from_reset for history in self.histories]
         return next((gap for gap in (NOT_ACCEPTED, UNPROVEN) if gap in gaps), UNKNOWN)
 
     def kept_calls(self) -> tuple[bytes, ...]:
@@ -395,7 +395,7 @@ class Journal:
     # --- limits -----------------------------------------------------------------------------------
 
     def apply_limits(self, seconds: float, words: Any) -> None:
-        """Forget what no recovery needs any more by its policy; ``words``: of the segment of the present process."""
+        """Drop what no recovery needs any more by its policy; ``words``: of the segment of the present process."""
         if self.recording:
             policy = self._policy
             limit, longest = policy.journal_limit * self.slots, policy.replay_limit * self.slots
@@ -403,7 +403,7 @@ class Journal:
             self.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
 
     def trim(self, limit: int, seconds: float, longest: float, snapshot: int, *, forks: bool = False) -> None:
-        """Forget the entries and replay points that no recovery needs any more.
+        """Drop the entries and replay points that no recovery needs any more.
 
         Args:
             limit: Bytes that entries may take.
@@ -412,7 +412,7 @@ class Journal:
             snapshot: Number of the last request executed in the newest forked snapshot; 0: there is none.
             forks: The worker can be forked, as far as is known.
         """
-        self._forget_calls(limit)
+        self._drop_calls(limit)
         self._built = seconds if self._built is None else self._built
         since_built, room = seconds - self._built, self._front_within(limit)
         self._is_affordable = since_built <= min(self._affordable, longest)
@@ -461,8 +461,8 @@ class Journal:
             front += 1
         return front
 
-    def _forget_calls(self, limit: int) -> None:
-        """Keep the newest calls and attributes set."""
+    def _drop_calls(self, limit: int) -> None:
+        """Drop the oldest calls and attributes set, if there are too many."""
         size = sum(map(len, self._kept_calls.values()))
         for number in list(self._kept_calls):
             if len(self._kept_calls) <= MOST_CALLS and size <= limit // _CALLS_PART:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from multienv._engine.processes.channel import Channel, Gone
-from multienv._engine.recovery.journal import MemoryAcrossResets
 from multienv._engine.recovery.pending import Pending
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.recoverer import NotBuilt, Recoverer, Revived, Unrecoverable
@@ -24,7 +23,7 @@ from multienv._engine.recovery.state_machine import (
 from multienv._engine.recovery.way_back import RecoveryProgress, sources_after_loss
 from multienv._engine.reports.texts import what_happened
 from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.segment import ASKED
+from multienv._engine.wire.segment import ASKED_OUTSIDE
 from multienv.config import RestartPolicy
 from multienv.errors import MultienvError, RestartBudgetExceeded
 from multienv.events import Outcome
@@ -64,7 +63,7 @@ def useful_snapshot(gone: Gone, lost: Channel, number: int) -> int | None:
     if snapshot is not None and snapshot > number:  # of a request that was taken back
         sometimes("a snapshot is newer than the last answer")
         return None
-    if snapshot is not None and snapshot < lost.segment.words[ASKED]:
+    if snapshot is not None and snapshot < lost.segment.words[ASKED_OUTSIDE]:
         sometimes("an env has asked outside after its snapshot")
         return None
     return snapshot
@@ -77,19 +76,16 @@ class LossRecovery:
         gone: How the process was lost. It is not kept: its traceback would keep the segment mapped.
         lost: The channel of the lost process.
         state: The worker's before.
-        number: Of the pending request.
-        earlier: What the recovery before has taken, if that was for the same request.
-        recoverer, reporter, pending: Of the worker.
-        memory: Whether its envs have shown one.
+        earlier: The progress of the recovery before, if that was for the same request.
+        recoverer, reporter, pending, position: Of the worker.
         long_past: The process came from a recovery, and had repeated more of the past than that needs.
 
     Attributes:
-        loss: What is told of it.
+        loss: What is reported of it.
         event: The same for the state machine.
-        progress: What the recovery has taken so far.
+        progress: How far the recovery has come, and what it has cost.
         long_past: The past may be the cause: this process was started for this very request. A short replay is tried
             first.
-        processes: How many processes the request has ended; known once the envs are recovered.
     """
 
     def __init__(
@@ -97,68 +93,67 @@ class LossRecovery:
         gone: Gone,
         lost: Channel,
         state: State,
-        number: int,
         earlier: RecoveryProgress | None,
         recoverer: Recoverer,
         reporter: Reporter,
         pending: Pending,
-        memory: MemoryAcrossResets,
+        position: Position,
         *,
         long_past: bool,
     ) -> None:
+        number = position.number + 1  # of the pending request
         slot = slot_to_blame(gone, state, number, reporter.slots)
         kind = None if state.process is Process.BUILDING else (gone.cause, gone.fate.code)
-        progress = recoverer.begin_after(kind, earlier)
+        progress = recoverer.new_progress_after(kind, earlier)
         # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
         least = _OUTSIDE_LOSSES if gone.is_from_outside else max(1, progress.tries - 1)
         self.long_past = long_past and state.losses >= least
-        entry = partial(pending.entry, lost.segment, number, state.request)
-        self.loss = reporter.note_loss(gone, state.command, slot, pending.limit, entry)
-        self._lost, self._snapshot, self._reporter = lost, useful_snapshot(gone, lost, number - 1), reporter
-        self.progress, self.processes, self._memory = progress, 0, memory
+        entry = partial(pending.journal_entry, lost.segment, number, state.request)
+        self.loss = reporter.report_loss(gone, state.command, slot, pending.limit, entry)
+        self.progress, self._lost, self._snapshot = progress, lost, useful_snapshot(gone, lost, position.number)
+        self._recoverer, self._reporter, self._position = recoverer, reporter, position
         is_past = self.long_past and gone.cause == "died"
         self.event = Lost(gone.cause, slot, gone.is_from_outside, what_happened(self.loss), is_past, progress.tries)
 
-    def recover(
-        self, recoverer: Recoverer, position: Position
-    ) -> tuple[Revived, Recovered] | tuple[None, NotRecovered]:
+    def recover(self) -> tuple[Revived, Recovered] | tuple[None, NotRecovered]:
         """Bring the envs back, with one charge to the budget and one deadline; return them, and what came of it.
 
         Raises:
             BudgetSpentError: The policy allows no further restart.
         """
-        recoverer.arm(self.progress)
+        recoverer, position, journal = self._recoverer, self._position, self._position.journal
+        recoverer.restart_deadline(self.progress)
         try:
-            recoverer.admit(self.progress, position.steps)
+            recoverer.charge_budget(self.progress, position.steps)
             sometimes("a process with all of its past is lost with the next request", self.long_past)
-            copy, why = recoverer.copy_of(self._lost, self._snapshot), position.journal.why_no_plan()
-            sources = sources_after_loss(position.journal, copy, long_past=self.long_past)
+            copy, why = recoverer.newest_snapshot_of(self._lost, self._snapshot), journal.why_no_plan()
+            sources = sources_after_loss(journal, copy, long_past=self.long_past)
             found = recoverer.bring_back(position.build, sources, self.progress, lost=self._lost, why_no_source=why)
         except Unrecoverable as why_not:
-            reason = f"{self._because(str(why_not))} {self._memory.lost}".rstrip()
+            reason = f"{self._truncation_reason(str(why_not))} {journal.memory.lost}".rstrip()
             return None, NotRecovered(reason, is_built=not isinstance(why_not, NotBuilt))
-        return found, Recovered({slot: self._because(what) for slot, what in found.mismatches.items()})
+        return found, Recovered({slot: self._truncation_reason(what) for slot, what in found.mismatches.items()})
 
-    def _because(self, what: str) -> str:
+    def _truncation_reason(self, what: str) -> str:
         """Return the reason for a truncation: what happened, and why the envs cannot be recovered."""
-        return self._with_setback(f"{what_happened(self.loss)} It cannot be recovered: {what}.")
+        return self._with_snapshot_failure(f"{what_happened(self.loss)} It cannot be recovered: {what}.")
 
-    def _with_setback(self, reason: str) -> str:
-        setback = self.progress.setback
-        return f"{reason} Its snapshot did not bring it back: {setback}." if setback else reason
+    def _with_snapshot_failure(self, reason: str) -> str:
+        snapshot_failure = self.progress.snapshot_failure
+        return f"{reason} Its snapshot did not bring it back: {snapshot_failure}." if snapshot_failure else reason
 
-    def tell(self, outcome: Outcome, reason: str = "") -> None:
+    def report(self, outcome: Outcome, reason: str = "") -> None:
         """Report the outcome, with the reason for it."""
-        self._reporter.note_outcome(self.loss, outcome, reason, self.progress)
+        self._reporter.report_outcome(self.loss, outcome, reason, self.progress)
 
-    def tell_dropped(self, instruction: Instruction, state: State, begun: Sequence[int]) -> None:
-        """Report that the policy has no recovery. ``begun``: slots of which the request was to begin an episode."""
+    def report_without_recovery(self, instruction: Instruction, state: State, beginning: Sequence[int]) -> None:
+        """Report that the policy has no recovery. ``beginning``: slots of which the request was to begin an episode."""
         if instruction is Instruction.RAISE_LOST:
-            self.tell("raised")
+            self.report("raised")
             return
         is_reset = state.request is not None and state.request.kind is Kind.RESET
-        is_reset |= len(state.skipped) == len(begun) > 0
-        self.tell("reset" if is_reset else "truncated", state.what)
+        is_reset |= len(state.skipped) == len(beginning) > 0
+        self.report("reset" if is_reset else "truncated", state.what)
 
     def outcome(
         self,
@@ -166,7 +161,7 @@ class LossRecovery:
         instruction: Instruction,
         before: State,
         after: State,
-        begun: Sequence[int],
+        beginning: Sequence[int],
     ) -> tuple[Outcome, str]:
         """Return the outcome to report, and the reason for it.
 
@@ -175,31 +170,33 @@ class LossRecovery:
             instruction: What follows from that.
             before: The state before the event.
             after: The state after it.
-            begun: Skipped slots that begin their next episode: nothing is truncated there.
+            beginning: Skipped slots that begin their next episode: nothing is truncated there.
         """
         if isinstance(event, NotRecovered):
             is_reset = before.request is not None and before.request.kind is Kind.RESET
-            fresh = (is_reset or begun) and not after.pending_truncations and len(after.skipped) == len(begun)
+            fresh = (is_reset or beginning) and not after.pending_truncations and len(after.skipped) == len(beginning)
             return "reset" if fresh else "truncated", event.reason
         if instruction is Instruction.RAISE_POISON:
             return "raised", f"The same {self.loss.command}() ended process after process."
         truncated = [reason for slot, reason in after.pending_truncations if slot in event.mismatches]
         reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
         if reasons:  # if the pending request resets all slots that differ, nothing is truncated
-            return "truncated" if len(after.skipped) > len(begun) or truncated else "reset", reasons[0]
+            return "truncated" if len(after.skipped) > len(beginning) or truncated else "reset", reasons[0]
         if self.progress.is_exact:
             return "exact", ""
-        return "replayed", self._with_setback(self.progress.changed or self._memory.reservation)
+        return "replayed", self._with_snapshot_failure(
+            self.progress.changed or self._position.journal.memory.reservation
+        )
 
-    def error(self, instruction: Instruction, state: State, policy: RestartPolicy) -> MultienvError:
-        """Build the error for an instruction to raise."""
+    def error(self, instruction: Instruction, state: State, processes: int, policy: RestartPolicy) -> MultienvError:
+        """Build the error for an instruction to raise; ``processes``: how many the request has ended."""
         loss, reporter = self.loss, self._reporter
         if instruction is Instruction.RAISE_BUDGET:
             text = f"Its RestartPolicy allows {policy.max_restarts} restarts in an hour; they are spent."
             return reporter.lost_error(loss, text, RestartBudgetExceeded)
         if instruction is Instruction.RAISE_POISON:
             sometimes("a reset or a call ends process after process")
-            advice = f"The same {loss.command}() ended process after process, {self.processes} so far; it is given up. "
+            advice = f"The same {loss.command}() ended process after process, {processes} so far; it is given up. "
             if loss.command == "reset":
                 advice += "The next reset() starts a new process: try another seed or other options, or fix the env."
             else:

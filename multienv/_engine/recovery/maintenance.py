@@ -37,15 +37,15 @@ class Recycling:
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self.wanted = policy.recycles
-        self.begin(0, 0)
+        self.restart_counts(0, 0)
 
-    def begin(self, steps: int, episodes: int, replayed: int = 0) -> None:
-        """Note that a new process takes over: after so many steps, ended episodes, and requests of a replay."""
+    def restart_counts(self, steps: int, episodes: int, replayed: int = 0) -> None:
+        """Count anew for a new process: after so many steps, ended episodes, and requests of a replay."""
         self._steps, self._episodes, self._replayed = steps, episodes, replayed
         self._again_at = self._waited = 0
 
     def put_off(self, episodes: int, least: int) -> None:
-        """Note that a replacement has failed: it is tried at a reset of all envs, else after some more episodes.
+        """Put a replacement that has failed off: it is tried at a reset of all envs, else after some more episodes.
 
         Args:
             episodes: Begun so far.
@@ -115,18 +115,18 @@ class Maintenance:
         self.recycling_due = ""
         self.needs_rebuild: frozenset[int] = frozenset()
 
-    def begin(self, replayed: int, *, is_over: bool) -> None:
-        """Note that a new process has taken over, after so many requests of a replay; ``is_over``: no episode runs."""
+    def restart_counts(self, replayed: int, *, is_over: bool) -> None:
+        """Count anew for a new process, after so many requests of a replay; ``is_over``: no episode runs."""
         if self.recycling.wanted:
-            self.recycling.begin(self._position.steps, self._ended(is_over=is_over), replayed)
+            self.recycling.restart_counts(self._position.steps, self._ended(is_over=is_over), replayed)
         self.is_due, self.recycling_due, self.needs_rebuild = False, "", frozenset()
 
     def _ended(self, *, is_over: bool) -> int:
         """Return about how many episodes have ended: of several envs, all but one count as ended."""
         return max(0, self._position.episodes - (self._resets_itself or not is_over))
 
-    def note_guilty(self, state: State, ended: Any) -> None:
-        """Note which envs are to be new ones: their resets have ended processes, wherever the envs came back from.
+    def mark_for_rebuild(self, state: State, ended: Any) -> None:
+        """Mark the envs that are to be new ones: their resets have ended processes, whatever brought the envs back.
 
         Args:
             state: The worker's, before the answer is committed.
@@ -141,7 +141,7 @@ class Maintenance:
                 self.needs_rebuild, self.is_due = self.needs_rebuild | {slot}, True
 
     def put_off(self, *, is_built: bool = True) -> None:
-        """Note that the process was not replaced.
+        """Put the replacement off, because it has failed.
 
         Args:
             is_built: The envs could be built in another process; else the old one ends first the next time.
@@ -149,7 +149,7 @@ class Maintenance:
         self.recycling_due, self.needs_rebuild = "", frozenset()
         self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
 
-    def look(self, channel: Channel, is_between: Callable[[], bool]) -> None:
+    def update_due(self, channel: Channel, is_between: Callable[[], bool]) -> None:
         """Find out what is due; ``is_between`` tells whether no episode runs."""
         position = self._position
         if self.recycling.wanted and not self.recycling_due:
@@ -173,9 +173,9 @@ class Replacement:
         is_anew: All envs are to be new ones: they are between two episodes.
 
     Attributes:
-        anew: Slots whose envs are to be new ones.
+        new_slots: Slots whose envs are to be new ones.
         ends_first: The old process ends before the new one is built.
-        progress: What it has taken.
+        progress: How far it has come, and what it has cost.
     """
 
     def __init__(
@@ -184,14 +184,14 @@ class Replacement:
         self._recoverer, self._position, self._maintenance, self._reporter = recoverer, position, maintenance, reporter
         self._why = maintenance.recycling_due or "after a reset that ended process after process"
         slots = position.journal.slots
-        self.anew = tuple(range(slots)) if is_anew else tuple(sorted(maintenance.needs_rebuild))
-        self._is_all = len(self.anew) == slots
+        self.new_slots = tuple(range(slots)) if is_anew else tuple(sorted(maintenance.needs_rebuild))
+        self._is_all = len(self.new_slots) == slots
         self.ends_first = self._is_all or (recoverer.code.builds_alone and self._may_be_replayed())
-        self.progress = recoverer.begin(planned=True)
+        self.progress = recoverer.new_progress(planned=True)
 
     def _may_be_replayed(self) -> bool:
         """Tell whether a replay may bring all envs back except those that are to be new ones, as far as is known."""
-        journal, anew = self._position.journal, set(self.anew)
+        journal, anew = self._position.journal, set(self.new_slots)
         return not journal.memory.has_shown and any(plan.missing.keys() <= anew for plan in journal.plans(near=True))
 
     def bring_back(self, generators: Mapping[int, bytes], *, has_asked: bool) -> Revived:
@@ -207,7 +207,7 @@ class Replacement:
             OSError: No process can be had.
         """
         position, journal, memory = self._position, self._position.journal, self._position.journal.memory
-        self.progress = self._recoverer.begin(planned=True)
+        self.progress = self._recoverer.new_progress(planned=True)
         self.progress.is_optional = not self.ends_first
         if has_asked and not self.ends_first:  # if the replay failed, the old envs would go on with another server
             raise Unrecoverable("a replay would ask outside what the envs of the old process have asked")
@@ -220,34 +220,34 @@ class Replacement:
             sources = sources_by_plan(journal, generators)
             build = replace(position.build, generators={**position.build.generators, **generators})
         why = journal.why_no_plan()
-        return self._recoverer.bring_back(build, sources, self.progress, why_no_source=why, anew=generators)
+        return self._recoverer.bring_back(build, sources, self.progress, why_no_source=why, new_slots=generators)
 
-    def tell_lost(self, error: Exception) -> None:
+    def report_lost(self, error: Exception) -> None:
         """Report that the old process was lost before; the next step tells of that."""
         sometimes("a process is lost before it is replaced by plan")
         logger.warning("%s: its process is not replaced: %s", self._reporter.name, error)
         self._maintenance.put_off()
 
     def put_off(self, reason: Exception) -> str:
-        """Report that the envs did not come back; return how the old process was lost, ``""`` if it goes on."""
+        """Put the replacement off and report it; return how the old process was lost, ``""`` if it goes on."""
         sometimes("a process that has ended first is not replaced", self.ends_first)
         sometimes("a replacement by plan is put off", not self.ends_first)
         is_built = not isinstance(reason, NotBuilt)
         self._maintenance.put_off(is_built=is_built)
         self._recoverer.code.builds_alone |= not is_built
         advice = "" if self._maintenance.takes_new_envs else _ADVICE
-        self._reporter.note_recycling(self._why, "put off", f"{reason}{advice}", self.progress)
+        self._reporter.report_recycling(self._why, "put off", f"{reason}{advice}", self.progress)
         if not self.ends_first:
             return ""
         return f"it was ended to be replaced {self._why}, and no new process could be had: {reason}"
 
-    def tell(self, source: Source) -> None:
+    def report(self, source: Source) -> None:
         """Report that the envs came back from this source."""
         reporter, memory, progress = self._reporter, self._position.journal.memory, self.progress
         sometimes("a process is replaced by plan")
         if isinstance(source, NewEnvs):
-            reporter.note_recycling(self._why, "reset", memory.note_loss(reporter.name, self._why), progress)
+            reporter.report_recycling(self._why, "reset", memory.record_new_envs(reporter.name, self._why), progress)
         elif progress.is_exact:
-            reporter.note_recycling(self._why, "exact", "", progress)
+            reporter.report_recycling(self._why, "exact", "", progress)
         else:
-            reporter.note_recycling(self._why, "replayed", progress.changed or memory.reservation, progress)
+            reporter.report_recycling(self._why, "replayed", progress.changed or memory.reservation, progress)

@@ -15,12 +15,12 @@ from multienv._engine.reports.texts import deadline_of, foreign_frames
 from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.actions import PICKLED
 from multienv._engine.wire.banks import (
-    BEGIN,
     BEGUN,
     HEAD,
     LEFT_ALONE,
     MESSAGE,
     NOT_RESET,
+    RESET,
     SKIPPED,
     STEP,
     STEPPED,
@@ -29,7 +29,7 @@ from multienv._engine.wire.banks import (
     Entry,
 )
 from multienv._engine.wire.codecs import Codec
-from multienv._engine.wire.messages import BEGINNING, Message, Reset, Rollout
+from multienv._engine.wire.messages import PLAIN_RESET, Message, Reset, Rollout
 from multienv._engine.wire.segment import BUSY, REPLY, REQUEST, SLOT, SNAPSHOT, Segment
 from multienv.config import Deadlines
 
@@ -60,7 +60,7 @@ class RequestDeadlines:
 
     Attributes:
         step, reset, call: Seconds that an env may take; ``None``: there is no limit, or none yet.
-        is_learning: One of them is ``"auto"``.
+        is_finding: One of them is ``"auto"``.
     """
 
     def __init__(self, deadlines: Deadlines, *, resets_in_steps: bool) -> None:
@@ -69,23 +69,23 @@ class RequestDeadlines:
         self.step: float | None = None if isinstance(step, str) else step
         self.reset: float | None = None if isinstance(reset, str) else reset
         self.call = deadlines.call
-        self.is_learning = bool(self._finds)
+        self.is_finding = bool(self._finds)
         self._slowest = {"step": 0.0, "reset": 0.0}
         self._resets_in_steps = resets_in_steps
-        self.learn(0, 0)
+        self.find_deadlines(0, 0)
 
     def finds(self, name: str) -> bool:
         """Tell whether the deadline of ``"step"`` or ``"reset"`` is ``"auto"``."""
         return name in self._finds
 
-    def note(self, name: str, seconds: float) -> bool:
-        """Note how long an env has taken for a step or a reset; return whether none took longer before."""
+    def record_time(self, name: str, seconds: float) -> bool:
+        """Record how long an env has taken for a step or a reset; return whether none took longer before."""
         if seconds <= self._slowest.get(name, inf):
             return False
         self._slowest[name] = seconds
         return True
 
-    def learn(self, steps: int, resets: int) -> None:
+    def find_deadlines(self, steps: int, resets: int) -> None:
         """Find the deadlines, once there were so many steps and resets."""
         step, reset = self._slowest["step"], self._slowest["reset"]
         if self._resets_in_steps:
@@ -157,40 +157,40 @@ class Pending:
         self._own = 0  # number of a request whose deadline the caller has given with it
         self._waited = 0, inf  # number of a request that is waited for, and since when
 
-    def begin_step(self) -> None:
-        """Hold a step, which lies in its bank."""
-        self.begin(None, b"", self.step_limit)
+    def set_step(self) -> None:
+        """Set the request to a step, which lies in its bank."""
+        self.set_request(None, b"", self.step_limit)
 
-    def begin_step_aside(self, number: int, action: Any, codec: Codec) -> None:
-        """Hold a step for a process that is not there yet."""
+    def set_step_without_process(self, number: int, action: Any, codec: Codec) -> None:
+        """Set the request to a step for a process that is not there yet."""
         sometimes("a step is asked for while there is no process")
         aside = Segment(-1)
         aside.lay_out(codec.layout)
         codec.encoder(aside)(number, action)
-        self.begin_step()
+        self.set_step()
         self._saved = (number, *_step_in(aside, number))
 
-    def begin(self, message: Message | None, payload: bytes, limit: float | None) -> None:
-        """Hold a request that is not a step, and forget the one before: after a restore it may have the same number."""
+    def set_request(self, message: Message | None, payload: bytes, limit: float | None) -> None:
+        """Set the request, and drop the one before: after a restore it may have the same number."""
         self.message, self.payload, self.limit = message, payload, limit
         self._saved, self._own, self._excused = None, 0, None
-        self.arm()
+        self.start_deadline()
 
-    def arm(self) -> None:
-        """Begin to count the time that a process may take."""
+    def start_deadline(self) -> None:
+        """Start to count the time that a process may take."""
         self._silence = self._waited = 0, inf
         self._mark = 0, None, inf, inf
         self.until = None if self.limit is None else time.monotonic() + self.limit
 
-    def bound(self, seconds: float | None, number: int = 0) -> None:
-        """Give the request a deadline: so many seconds from now, and in each process that it is asked of.
+    def set_deadline(self, seconds: float | None, number: int = 0) -> None:
+        """Set the deadline of the request: so many seconds from now, and in each process that it is asked of.
 
         Args:
             seconds: The deadline; ``None``: it has none.
             number: Of a request whose own deadline this is.
         """
         self.limit, self._own = seconds, number
-        self.arm()
+        self.start_deadline()
 
     # --- deadlines --------------------------------------------------------------------------------
 
@@ -201,35 +201,35 @@ class Pending:
             return None if limits.step is None else steps * self._slots * limits.step
         return {Kind.STEP: limits.step, Kind.RESET: limits.reset, Kind.CALL: limits.call}[kind]
 
-    def learn(self) -> None:
+    def find_deadlines(self) -> None:
         """Find the deadlines that are ``"auto"``, after enough steps and resets."""
-        if self._limits.is_learning:
-            self._limits.learn(self._position.steps, self._position.episodes)
+        if self._limits.is_finding:
+            self._limits.find_deadlines(self._position.steps, self._position.episodes)
             self.step_limit = self._limits.step
 
-    def brief(self, request: Request | None, number: int) -> float:
+    def brief_wait(self, request: Request | None, number: int) -> float:
         """Return for how many seconds a request may be waited for before its deadline, ``"auto"``, is looked at."""
         is_own = self.until is not None and not self._is_found(request, number)
-        return BRIEF * LEAST if self._limits.is_learning and not is_own else 0.0
+        return BRIEF * LEAST if self._limits.is_finding and not is_own else 0.0
 
-    def find_limit(self, request: Request | None) -> None:
-        """Give a request that had no deadline when it was asked the one that is known now."""
-        if self._limits.is_learning and request is not None and self.until is None:
-            self.learn()
+    def set_found_deadline(self, request: Request | None) -> None:
+        """Set the deadline of a request that had none when it was sent to the one that was found since."""
+        if self._limits.is_finding and request is not None and self.until is None:
+            self.find_deadlines()
             limit = self.limit_of(request.kind, request.steps)
             if limit is not None:
-                self.bound(limit)
+                self.set_deadline(limit)
 
-    def note_time(self, segment: Segment, request: Request | None) -> None:
-        """Note how long an answered request took, if it was waited for, to find ``"auto"`` deadlines by that."""
+    def record_time(self, segment: Segment, request: Request | None) -> None:
+        """Record how long an answered request took, if it was waited for, to find ``"auto"`` deadlines by that."""
         number = self._position.number + 1
-        if not self._limits.is_learning or request is None or segment.words[REPLY] != number:
+        if not self._limits.is_finding or request is None or segment.words[REPLY] != number:
             return
-        if self._limits.note(request.kind.value, self._took(number, request)):
-            self.learn()
+        if self._limits.record_time(request.kind.value, self._seconds_of(number, request)):
+            self.find_deadlines()
 
-    def lengthen(self, request: Request, number: int) -> bool:
-        """Give a request with an ``"auto"`` deadline more time, once; tell whether it has got some."""
+    def lengthen_deadline(self, request: Request, number: int) -> bool:
+        """Lengthen the deadline of a request if it is ``"auto"``, once; tell whether it is longer now."""
         limit = self.limit_of(request.kind, request.steps)
         if limit is None or self.limit != limit or not self._is_found(request, number):  # else it has got some before
             return False
@@ -237,9 +237,9 @@ class Pending:
         self.limit = LONGER * limit
         return True
 
-    def note_hung(self, request: Request, number: int, slot: int) -> None:
-        """Note that the process hung: with an ``"auto"`` deadline the request gets more time once, as the log says."""
-        if self.lengthen(request, number):
+    def lengthen_after_hang(self, request: Request, number: int, slot: int) -> None:
+        """Lengthen the deadline of a request that hung, if it is ``"auto"``, once, and log that."""
+        if self.lengthen_deadline(request, number):
             text = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
             logger.warning(text, request.name, self._env_in(slot), self.limit)
 
@@ -249,12 +249,12 @@ class Pending:
 
     # --- another process --------------------------------------------------------------------------
 
-    def save(self, segment: Segment, number: int) -> None:
+    def save_step(self, segment: Segment, number: int) -> None:
         """Copy a step out of the bank of a lost process, for the next process."""
         if self._saved is None or self._saved[0] != number:
             self._saved = (number, *_step_in(segment, number))
 
-    def _put(self, segment: Segment, number: int) -> None:
+    def _write_saved_step(self, segment: Segment, number: int) -> None:
         """Write a saved step into the segment of another process."""
         if self._saved is not None and self._saved[0] == number:
             sometimes("a step is asked of another process")
@@ -267,15 +267,15 @@ class Pending:
             if tag == PICKLED:
                 segment.write_request_payload(number, payload)
 
-    def publish(self, channel: Channel, number: int, state: State, begun: Sequence[int] = ()) -> None:
+    def publish(self, channel: Channel, number: int, state: State, beginning: Sequence[int] = ()) -> None:
         """Publish the request, without its skipped slots. To publish it twice does no harm.
 
-        ``begun`` are those of the skipped slots that begin their next episode: see :func:`slots_between`.
+        ``beginning`` are those of the skipped slots that begin their next episode: see :func:`slots_beginning`.
         """
         segment = channel.segment
         if segment.words[REQUEST] != number:
-            self.arm()
-            self._put(segment, number)
+            self.start_deadline()
+            self._write_saved_step(segment, number)
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
             alone = request.left_alone
@@ -283,8 +283,8 @@ class Pending:
             if request.is_plain_step:
                 bank.view[1] = bank.view[1] & ~SKIPPED | flag
             else:
-                if self.message is BEGINNING:
-                    HEAD.pack_into(bank.view, 0, BEGIN, flag, STEPPED, 0, 0, number & U32, 0)
+                if self.message is PLAIN_RESET:
+                    HEAD.pack_into(bank.view, 0, RESET, flag, STEPPED, 0, 0, number & U32, 0)
                 else:
                     segment.write_request_payload(number, self.payload)
                     HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & U32, 0)
@@ -293,7 +293,7 @@ class Pending:
             for slot, _ in state.skipped:
                 sometimes("a slot is left out of a request")
                 sometimes("a slot is left out and not even reset", slot in state.not_reset)
-                bank.skipped[slot] = NOT_RESET if slot in state.not_reset else BEGUN if slot in begun else 1
+                bank.skipped[slot] = NOT_RESET if slot in state.not_reset else BEGUN if slot in beginning else 1
         channel.ring(number)
 
     # --- waiting ----------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class Pending:
         if not is_found and (self._slots == 1 or request.steps):
             return self.until
         if is_found and not (self._replays and words[SNAPSHOT]):
-            self.lengthen(request, number)
+            self.lengthen_deadline(request, number)
         return self._due_of_slot(number, words, self.limit, is_found=is_found)
 
     def _due_of_slot(self, number: int, words: Any, limit: float, *, is_found: bool) -> float:
@@ -349,7 +349,7 @@ class Pending:
         self._mark = number, mark, since, again
         return again
 
-    def _took(self, number: int, request: Request) -> float:
+    def _seconds_of(self, number: int, request: Request) -> float:
         """Return the seconds that an env took for this request, as far as it was waited for; 0.0: it was not.
 
         Of a rollout it is what each of its steps took in the mean.
@@ -375,11 +375,11 @@ class Pending:
         Raises:
             Gone: The process ended, or was killed because the request is overdue.
         """
-        self.find_limit(request)
+        self.set_found_deadline(request)
         was_here = channel.answered(number)
         is_here = self._wait(channel, number, until, request)
         if is_here and not was_here:
-            self.note_time(channel.segment, request)
+            self.record_time(channel.segment, request)
         return is_here
 
     def _wait(self, channel: Channel, number: int, until: float | None, request: Request | None) -> bool:
@@ -396,11 +396,11 @@ class Pending:
                 raise channel.kill(cause="hung", stack=True)
             if self._silence[1] <= now:
                 self._silence = number, inf
-                self._tell_of_silence(channel, "initialize" if request is None else request.name)
+                self._log_silence(channel, "initialize" if request is None else request.name)
             else:
                 sometimes("another env of the process is being called")
 
-    def _tell_of_silence(self, channel: Channel, name: str) -> None:
+    def _log_silence(self, channel: Channel, name: str) -> None:
         """Log that the request has waited for ``SILENCE`` seconds, and where its process is."""
         option = deadline_of(name)
         given = f"Deadlines({option}=seconds)"
@@ -426,15 +426,15 @@ class Pending:
         """Return what the request carries beside its bank."""
         return _step_in(segment, number)[1] if request.is_plain_step else self.payload
 
-    def entry(self, segment: Segment, number: int, request: Request | None, layout: BankLayout) -> bytes:
+    def journal_entry(self, segment: Segment, number: int, request: Request | None, layout: BankLayout) -> bytes:
         """Return the request as a journal entry without a reply, for a crash report."""
         if request is None:
             return b""
         if not request.is_plain_step:
-            kind = BEGIN if self.message is BEGINNING else MESSAGE
+            kind = RESET if self.message is PLAIN_RESET else MESSAGE
             part, payload = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.payload
         else:
-            self.save(segment, number)
+            self.save_step(segment, number)
             assert self._saved is not None
             _, part, payload = self._saved
         return Entry(part + bytes(layout.end - len(part)), payload).packed()

@@ -93,7 +93,7 @@ class Position:
             self.episodes += 1
             self.steps_before[slot] = self.steps
             self.seeds[slot] = self.seeds[slot] if seed is None else seed
-        self.journal.note_ends(seeds, number)
+        self.journal.record_ends(seeds, number)
 
     def count_step(self, answer: Any, segment: Segment, number: int, left_alone: Sequence[int] = ()) -> None:
         """Count a step, and the episodes that it has ended.
@@ -111,7 +111,7 @@ class Position:
                 ended = [slot for slot in ended if slot not in left_alone]
                 self.count_left_alone(left_alone)
             self.count_ends(ended)
-            self.journal.note_ends(ended, number)
+            self.journal.record_ends(ended, number)
         self.steps += 1
 
     def count_rollout(self, steps: int, ends: Iterable[tuple[int, int, Sequence[int]]]) -> None:
@@ -123,7 +123,7 @@ class Position:
                 self.count_reset({0: None}, number)
             else:
                 self.count_ends(slots)
-                self.journal.note_ends(slots, number)
+                self.journal.record_ends(slots, number)
         self.steps = before + steps
 
     def count_truncation(self, slots: Iterable[int], left_alone: Iterable[int]) -> None:
@@ -166,11 +166,11 @@ class Position:
         self.seconds += seconds
         return seconds
 
-    def note_replay_points(self, points: ReplayPoints) -> None:
-        """Note resets that were answered now: a replay can begin there."""
+    def record_replay_points(self, points: ReplayPoints) -> None:
+        """Record resets that were answered now: a replay can begin there."""
         for number, generators in points:
             for slot, state in generators.items():
-                self.journal.note_replay_point(slot, number, state, self.seconds)
+                self.journal.record_replay_point(slot, number, state, self.seconds)
 
     # --- copies -----------------------------------------------------------------------------------
 
@@ -180,8 +180,8 @@ class Position:
         rows = bytes(bank.view[bank.layout.rewards :]) if self.seen else b""  # else a lost process may have written it
         return {"seen": self.seen, "pickled_rows": self.pickled_rows_now, "bank": rows}
 
-    def show(self, segment: Segment, shown: Mapping[str, Any]) -> None:
-        """Note that the caller has seen what :meth:`shown` returned; its rows are put into a bank of ``segment``."""
+    def set_shown(self, segment: Segment, shown: Mapping[str, Any]) -> None:
+        """Set what the caller has seen to what :meth:`shown` returned; write its rows into a bank of ``segment``."""
         self.seen = shown["seen"]
         self.pickled_rows = self.seen, list(shown["pickled_rows"])
         bank = segment.banks[self.seen & 1]
@@ -191,7 +191,7 @@ class Position:
     def move_to(self, segment: Segment, before: Segment | None) -> None:
         """Go on in another process's segment, which then has what the one before showed last."""
         if before is not None:
-            self.show(segment, self.shown(before))
+            self.set_shown(segment, self.shown(before))
         self._others = segment.times[OTHER_SECONDS]
 
     def dump(self, segment: Segment) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Position:
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Hold what :meth:`dump` returned, but for what was seen last: that needs a process, see :meth:`show`."""
+        """Hold what :meth:`dump` returned, but for what was seen last: that needs a process, see :meth:`set_shown`."""
         self.journal.load(data["journal"])
         seeds, draws, generators, code = data["build"]
         self.build = replace(self.build, seeds=seeds, draws=draws, generators=generators, code=code)

@@ -1,4 +1,4 @@
-"""Start the processes of one worker, ask them internal requests, and bring its envs back in them.
+"""Start the processes of one worker, send them internal requests, and bring its envs back in them.
 
 ``bring_back`` carries out what ``way_back`` decides: it tries one source after the other, and compares what comes back
 with what the caller saw, slot by slot.
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from multienv._engine import interrupts
 from multienv._engine.processes.channel import Channel, Gone
 from multienv._engine.recovery.journal import UNKNOWN, Journal, Plan
-from multienv._engine.recovery.state_machine import LOSSES, POISON_AFTER
+from multienv._engine.recovery.state_machine import MOST_LOSSES, POISON_AFTER
 from multienv._engine.recovery.verification import differences, is_comparable
 from multienv._engine.recovery.way_back import (
     LONGEST_BACKOFF,
@@ -28,7 +28,7 @@ from multienv._engine.recovery.way_back import (
     Died,
     Failed,
     GiveUp,
-    Losses,
+    LossStatistics,
     NewEnvs,
     NewestSnapshot,
     NothingBuilt,
@@ -145,7 +145,7 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Note that no process will be launched any more."""
+        """End the launcher: no process is launched any more."""
         ...
 
 
@@ -172,17 +172,17 @@ class Revived:
         """Return the replay that brought them back; ``None``: there was none."""
         return self.source.plan if isinstance(self.source, Replayed) else None
 
-    def note_in(self, journal: Journal, number: int) -> None:
-        """Note in the journal, whose last request has this number, where the envs come from."""
+    def record_source(self, journal: Journal, number: int) -> None:
+        """Record in the journal, whose last request has this number, where the envs come from."""
         if isinstance(self.source, NewEnvs):
-            journal.begin(number, self.source.calls)
+            journal.clear(number, self.source.calls)
         elif isinstance(self.source, Replayed):
-            journal.go_on_from(self.source.plan)
-            journal.forget_past(self.mismatches)
+            journal.drop_before(self.source.plan)
+            journal.drop_replay_points(self.mismatches)
 
 
 class BatchCode:
-    """Keeps one copy of the list of files, which is long, and has each changed file told once.
+    """Keeps one copy of the list of files, which is long, and warns of each changed file once.
 
     Attributes:
         builds_alone: An env could not be built beside the one that it was to replace, which holds a port or a lock.
@@ -198,7 +198,7 @@ class BatchCode:
         self._first = self._first or files
         return self._first if files == self._first else files
 
-    def tell(self, file: str) -> None:
+    def warn_changed(self, file: str) -> None:
         """Log that a file has changed, the first time."""
         if file not in self._told:
             self._told.add(file)
@@ -210,10 +210,10 @@ class BatchCode:
             )
 
 
-class Turns:
+class BuildTurns:
     """Bounds how many workers build their envs at the same time.
 
-    A turn is taken by name, and taking it again does nothing. So an interruption right after that costs no turn.
+    A turn is acquired by name, and to acquire it again does nothing. So an interruption right after that costs no turn.
 
     Args:
         most: How many may build at the same time.
@@ -224,16 +224,16 @@ class Turns:
         self._building: set[object] = set()
         self._lock = Lock()
 
-    def take(self, name: object) -> bool:
-        """Take a turn if there is one, and tell whether there is; it lasts until :meth:`give_back`."""
+    def acquire(self, name: object) -> bool:
+        """Acquire a turn if one is free, and tell whether it is acquired; it lasts until :meth:`release`."""
         with self._lock:
             if name not in self._building and len(self._building) >= self.most:
                 return False
             self._building.add(name)
             return True
 
-    def give_back(self, name: object) -> None:
-        """End a turn; does nothing if it was not taken."""
+    def release(self, name: object) -> None:
+        """Release a turn; does nothing if none was acquired."""
         self._building.discard(name)
 
 
@@ -244,7 +244,7 @@ class Recoverer:
         launcher: Where processes come from.
         policy, deadlines: The limits.
         journal: Of the worker.
-        tell: Logs what a recovery that takes long is doing.
+        log: Logs what a recovery that takes long is doing.
         env_in: Names the env in a slot.
 
     Attributes:
@@ -254,7 +254,7 @@ class Recoverer:
         turns: Bounds how many workers build at the same time; ``None``: nothing does.
         code: What the workers of a batch have in common about their code.
         losses: And about their losses.
-        learn: Called with what a process has imported to build the envs, if it was asked for that.
+        on_imports: Called with what a process has imported to build the envs, if it was asked for that.
     """
 
     def __init__(
@@ -263,23 +263,23 @@ class Recoverer:
         policy: RestartPolicy,
         deadlines: Deadlines,
         journal: Journal,
-        tell: Callable[[str, RecoveryProgress], object],
+        log: Callable[[str, RecoveryProgress], object],
         env_in: Callable[[int], str],
     ) -> None:
         self.description: Description | None = None
         self.codec: Codec | None = None
         self.restarts = 0
-        self.turns: Turns | None = None
+        self.turns: BuildTurns | None = None
         self.code = BatchCode()
-        self.losses = Losses()
-        self.learn: Callable[[Imports], object] = lambda imports: None
+        self.losses = LossStatistics()
+        self.on_imports: Callable[[Imports], object] = lambda imports: None
         self._launcher = launcher
         self._policy = policy
         self._deadlines = deadlines
-        self._journal, self._tell, self._env_in = journal, tell, env_in
+        self._journal, self._log, self._env_in = journal, log, env_in
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
-        self._current: Channel | None = None  # being started; the worker does not own it yet
+        self._starting: Channel | None = None  # being started; the worker does not own it yet
         self._closed = False
         self._was_given_up = False  # env_fn has raised until the time for it was over
 
@@ -319,9 +319,9 @@ class Recoverer:
         """
         number = self.next_number()
         self.publish(channel, number, pack_message(message))
-        return self.answer(channel, number, until, limits, progress)
+        return self.collect_answer(channel, number, until, limits, progress)
 
-    def answer(
+    def collect_answer(
         self,
         channel: Channel,
         number: int,
@@ -366,16 +366,16 @@ class Recoverer:
             sometimes("a recovery that takes long is logged")
             running = channel.segment.words[REPLAYING]
             doing = f"{progress.doing}, {running - 1} are done" if running > 1 else progress.doing
-            self._say(progress, doing)
+            self._log_doing(progress, doing)
 
-    def _say(self, progress: RecoveryProgress, doing: str) -> None:
+    def _log_doing(self, progress: RecoveryProgress, doing: str) -> None:
         """Log what a recovery is doing; the next time will be when it has taken twice as long."""
         now = time.monotonic()
         progress.log_at = now + (now - progress.began)
-        self._tell(doing, progress)
+        self._log(doing, progress)
 
-    def ask_to_close(self, channel: Channel) -> None:
-        """Ask a process to close its envs and end; does not wait."""
+    def send_close(self, channel: Channel) -> None:
+        """Send a process the request to close its envs and end; does not wait."""
         self.publish(channel, self.next_number(), pack_message(Close()))
 
     # --- building -----------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ class Recoverer:
     def launch(
         self, build: Build, progress: RecoveryProgress, *, replacement: bool = False, lost: Collection[int] = ()
     ) -> tuple[Channel, int]:
-        """Launch a process and ask it to build the envs; return its channel and the number of that request.
+        """Launch a process and send it the request to build the envs; return its channel and that request's number.
 
         Args:
             build: That request.
@@ -393,25 +393,25 @@ class Recoverer:
         """
         progress.attempts += 1
         self.restarts += not progress.planned
-        channel = self._current = self._launcher.start()
+        channel = self._starting = self._launcher.start()
         if self._closed:
             channel.kill()
             channel.release()
             raise Unrecoverable("it was closed")
-        self._tell_worker(channel)
+        self._write_loss_figures(channel)
         number = self.next_number()
         generators = {slot: state for slot, state in build.generators.items() if slot not in lost}
         message = replace(build, replacement=replacement, generators=generators, code=b"")
         self.publish(channel, number, pack_message(message))
         return channel, number
 
-    def _tell_worker(self, channel: Channel) -> None:
-        """Tell a new process how often processes were lost."""
+    def _write_loss_figures(self, channel: Channel) -> None:
+        """Write into a new process's segment how many processes were lost, and how often."""
         channel.segment.words[RESTARTS] = self.restarts
-        self.tell_losses(channel)
+        self.write_loss_interval(channel)
 
-    def tell_losses(self, channel: Channel) -> None:
-        """Tell a process how often processes are lost: so often it takes snapshots."""
+    def write_loss_interval(self, channel: Channel) -> None:
+        """Write into a process's segment how often processes are lost: so often it takes snapshots."""
         if self.losses.count:
             channel.segment.times[LOSS_SECONDS] = self.losses.mean
 
@@ -420,7 +420,7 @@ class Recoverer:
     ) -> None:
         """Wait until the envs are built. Raises :class:`RequestFailedError`, ``Gone``, :class:`Unrecoverable`."""
         try:
-            description = self.answer(channel, number, until, progress=progress)
+            description = self.collect_answer(channel, number, until, progress=progress)
         except Gone as gone:
             error = None if gone.__cause__ is None else gone.__cause__.__cause__
             if isinstance(error, AttributeError | ImportError):  # else the reply is torn, or garbage
@@ -429,21 +429,21 @@ class Recoverer:
         if not isinstance(description, Description):  # of a multienv that the env has imported anew
             raise channel.kill(cause="broken", detail=f"it described the envs by a {type(description).__name__}")
         channel.code = description.code
-        self._note(build, description)
+        self._set_description(build, description)
         assert self.codec is not None
         channel.segment.lay_out(self.codec.layout)
 
-    def _note(self, build: Build, description: Description) -> None:
-        """Keep the description of the envs; raise Unrecoverable if their spaces differ from the first time."""
+    def _set_description(self, build: Build, description: Description) -> None:
+        """Set the description of the envs; raise Unrecoverable if their spaces differ from the first time."""
         if description.imports is not None:
-            self.learn(description.imports)
+            self.on_imports(description.imports)
         if self.description is None:
             self.codec = Codec(description, build.verbatim, build.space, build.autoreset)
             self.description = replace(description, code=b"")
         elif self.description.spaces != description.spaces:
             raise Unrecoverable("env_fn built an env with other spaces than the first time")
 
-    def start_deadline(self, progress: RecoveryProgress | None = None) -> float | None:
+    def build_deadline(self, progress: RecoveryProgress | None = None) -> float | None:
         """Return when a process that is launched now must have built its envs."""
         now = time.monotonic()
         limits = [] if self._deadlines.start is None else [now + self._deadlines.start]
@@ -454,20 +454,20 @@ class Recoverer:
             limits.append(now + max(self._policy.replay_limit, _SLOWER * self.description.seconds))
         return min(limits, default=None)
 
-    def handed_over(self) -> None:
-        """Note that the worker now owns the process that was being started."""
-        self._current = None
+    def mark_owned(self) -> None:
+        """Mark the process that was being started as owned by the worker."""
+        self._starting = None
 
     def close(self) -> None:
         """End a recovery that runs in another thread, or in the code that a signal handler has interrupted."""
         self._closed = True
-        current = self._current
+        current = self._starting
         if current is not None:
             current.kill()
 
     def release(self) -> None:
         """Release the process that was being started when an interruption came; this recoverer is not used any more."""
-        current, self._current = self._current, None
+        current, self._starting = self._starting, None
         if current is not None:
             current.kill()
             current.release()
@@ -479,32 +479,32 @@ class Recoverer:
 
     # --- recoveries ---------------------------------------------------------------------------------
 
-    def begin(self, *, planned: bool = False) -> RecoveryProgress:
-        """Return the progress of a recovery that begins now, with its deadline."""
+    def new_progress(self, *, planned: bool = False) -> RecoveryProgress:
+        """Return the progress of a recovery that starts now, with its deadline."""
         now = time.monotonic()
         progress = RecoveryProgress(now, now + _SILENCE, None, planned)
-        self.arm(progress)
+        self.restart_deadline(progress)
         return progress
 
-    def begin_after(self, kind: Hashable, before: RecoveryProgress | None) -> RecoveryProgress:
-        """Return the progress of the recovery from a loss; see :meth:`Losses.begin`; ``kind`` ``None``: of a build."""
-        progress, limit = self.begin(), self._deadlines.recovery
+    def new_progress_after(self, kind: Hashable, before: RecoveryProgress | None) -> RecoveryProgress:
+        """Return the progress of a recovery from a loss, and record its ``kind``; ``None``: of a build."""
+        progress, limit = self.new_progress(), self._deadlines.recovery
         if kind is not None:
-            self.losses.begin(progress, before, kind, math.inf if limit is None else limit)
+            self.losses.record(progress, before, kind, math.inf if limit is None else limit)
         return progress
 
-    def arm(self, progress: RecoveryProgress) -> None:
+    def restart_deadline(self, progress: RecoveryProgress) -> None:
         """Restart the deadline of a recovery: an interrupted one goes on in a later call, with its whole time."""
         limit = self._deadlines.recovery
         progress.until = None if limit is None else time.monotonic() + limit
 
-    def admit(self, progress: RecoveryProgress, answered: int) -> None:
+    def charge_budget(self, progress: RecoveryProgress, answered: int) -> None:
         """Charge one recovery to the budget, once, and wait for its turn. Raises :class:`BudgetSpentError`."""
         if progress.planned:
             return
         if progress.begins_at is None:
             now = time.monotonic()
-            delay = self._budget.admit(now, answered)
+            delay = self._budget.charge(now, answered)
             if delay is None:
                 sometimes("no restart is left")
                 raise BudgetSpentError
@@ -516,7 +516,7 @@ class Recoverer:
         """Wait; log what for if the recovery takes long. Raises Unrecoverable if the worker is closed."""
         while not self._closed and time.monotonic() < until:
             if time.monotonic() >= progress.log_at:
-                self._say(progress, doing)
+                self._log_doing(progress, doing)
             interrupts.sleep(_LOOK)
         if self._closed:
             raise Unrecoverable("it was closed")
@@ -529,7 +529,7 @@ class Recoverer:
         *,
         lost: Channel | None = None,
         why_no_source: str = UNKNOWN,
-        anew: Collection[int] = (),
+        new_slots: Collection[int] = (),
     ) -> Revived:
         """Bring the envs back from the first of these sources that leads to them.
 
@@ -540,7 +540,7 @@ class Recoverer:
             lost: The process that was lost; it is released before another one is built, unless its copy is still to be
                 tried: there may be too few descriptors for both.
             why_no_source: The reason to tell if there is no source.
-            anew: Slots whose envs are new ones and need not match.
+            new_slots: Slots whose envs are new ones and need not match.
 
         Raises:
             NotBuilt: No process with the envs can be had.
@@ -548,7 +548,7 @@ class Recoverer:
         """
         assert self.codec is not None
         once = self._policy.replay_limit if progress.is_optional else 0.0
-        rules = WayRules(self.codec.slots, progress.tries, once, anew, takes_some=lost is not None)
+        rules = WayRules(self.codec.slots, progress.tries, once, new_slots, takes_some=lost is not None)
         way = Way(tuple(sources), why_no_source)
         instruction: Try | GiveUp = way.next
         not_built: NotBuilt | None = None
@@ -561,11 +561,11 @@ class Recoverer:
                     lost.release(keep_memory=True)  # it shows what the caller saw last
                     lost = None
                 try:
-                    channel, event = self._attempt(build, instruction, progress, anew)
+                    channel, event = self._try_source(build, instruction, progress, rules)
                 except NotBuilt as error:
                     channel, event, not_built = None, NothingBuilt(str(error)), error.with_traceback(None)
                 way, decided = decide_way(way, event, rules)
-                progress.setback = way.setback
+                progress.snapshot_failure = way.snapshot_failure
                 if dead is not None:
                     dead.release()
                     dead = None
@@ -580,7 +580,7 @@ class Recoverer:
                 if isinstance(next_source, NewestSnapshot) and next_source.of is channel:
                     dead = channel
                 elif channel is not None:
-                    self._let_go(channel)
+                    self._end_process(channel)
         finally:
             if dead is not None:
                 dead.release()
@@ -588,14 +588,14 @@ class Recoverer:
             raise not_built
         raise Unrecoverable(instruction.reason)
 
-    def _attempt(
-        self, build: Build, instruction: Try, progress: RecoveryProgress, anew: Collection[int]
+    def _try_source(
+        self, build: Build, instruction: Try, progress: RecoveryProgress, rules: WayRules
     ) -> tuple[Channel | None, WayEvent]:
         """Try one source; return its process, if there is one, and what came of it. Raises :class:`NotBuilt`."""
         source, until = instruction.source, progress.until
         if until is not None and not instruction.is_last:  # the next one must have time too
             until = (time.monotonic() + until) / 2
-        channel = self._open(build, source, progress, anew)
+        channel = self._process_of(build, source, progress, rules)
         if channel is None:
             return None, Failed()
         try:
@@ -607,20 +607,20 @@ class Recoverer:
         except Gone as gone:
             late = until is not None and time.monotonic() >= until
             outside = gone.is_from_outside
-            copy = self.copy_of(channel, gone.fate.snapshot) if isinstance(source, NewestSnapshot) else None
+            copy = self.newest_snapshot_of(channel, gone.fate.snapshot) if isinstance(source, NewestSnapshot) else None
             if isinstance(source, NewEnvs) and not outside:
-                self._say(progress, "what was called and set is left out: repeating it has ended a process")
+                self._log_doing(progress, "what was called and set is left out: repeating it has ended a process")
             return channel, Died(gone.replaying, outside, gone.cause == "hung", late, copy)
         except RequestFailedError as failed:
             return channel, Failed(f"the replay raised {failed.failure.type_name}: {failed}")
         except BaseException:
-            self._let_go(channel)
+            self._end_process(channel)
             raise
 
-    def _open(self, build: Build, source: Source, progress: RecoveryProgress, anew: Collection[int]) -> Channel | None:
+    def _process_of(self, build: Build, source: Source, progress: RecoveryProgress, rules: WayRules) -> Channel | None:
         """Return the process that a source gives; ``None``: it is not there. Raises :class:`NotBuilt`."""
         if isinstance(source, Replayed | NewEnvs):
-            missing = source.plan.missing.keys() - set(anew) if isinstance(source, Replayed) else ()
+            missing = source.plan.missing.keys() - set(rules.new_slots) if isinstance(source, Replayed) else ()
             try:
                 return self.restart(build, progress, missing)
             except RequestFailedError as failed:
@@ -632,7 +632,7 @@ class Recoverer:
                 if isinstance(source, NewestSnapshot)
                 else partial(self._launcher.wake_kept, source.token)
             )
-            channel = self._current = wake()
+            channel = self._starting = wake()
         except OSError as error:  # no descriptor is left, or the monitor is gone
             if error.errno is None:  # a signal handler's
                 raise
@@ -654,7 +654,7 @@ class Recoverer:
         if isinstance(source, Replayed):
             return self._replay(channel, source.plan, progress, until)
         limit = time.monotonic() + _UP_WITHIN
-        self._tell_worker(channel)
+        self._write_loss_figures(channel)
         channel.segment.lay_out(self.codec.layout)
         progress.doing = "waking the snapshot"
         if not self._wait(channel, source.number, limit if until is None else min(limit, until), progress):
@@ -675,19 +675,19 @@ class Recoverer:
         self.ask(channel, Replay(b"", calls=calls), until, progress=progress)
 
     def _changed_code(self, build: Build, channel: Channel, progress: RecoveryProgress) -> str:
-        """Note whether the envs were built from other code; return why they are not taken, else ``""``."""
+        """Find out whether the envs were built from other code; return why they are not taken, else ``""``."""
         file = changed_file(build.code, channel.code) if channel.code != build.code else ""
         progress.changed = file and f"{file} has changed since the process that is replaced imported it"
         if file:
             sometimes("the code has changed since the lost process imported it")
-            self.code.tell(file)
+            self.code.warn_changed(file)
         if not file or self._policy.accept != "exact":
             return ""
         return f"{progress.changed}, and RestartPolicy(accept='exact') takes no replay by other code"
 
-    def copy_of(self, channel: Channel, number: int | None) -> NewestSnapshot | None:
+    def newest_snapshot_of(self, channel: Channel, number: int | None) -> NewestSnapshot | None:
         """Return the copy that a lost process has left, as a source; ``None``: there is none that leads on."""
-        plan = None if number is None else self._journal.since(number)
+        plan = None if number is None else self._journal.plan_since(number)
         return None if plan is None or number is None else NewestSnapshot(channel, number, plan)
 
     def restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int] = ()) -> Channel:
@@ -734,15 +734,15 @@ class Recoverer:
         turns = self.turns
         if turns is None:
             return self._restart(build, progress, lost)
-        while not turns.take(self):
+        while not turns.acquire(self):
             self._check_time(progress)
             if time.monotonic() >= progress.log_at:
-                self._say(progress, "waiting while other workers build their envs (starts_at_once)")
+                self._log_doing(progress, "waiting while other workers build their envs (starts_at_once)")
             interrupts.sleep(_LOOK)
         try:
             return self._restart(build, progress, lost)
         finally:
-            turns.give_back(self)
+            turns.release(self)
 
     def _restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int]) -> Channel:
         deaths = Counter[bool]()
@@ -753,21 +753,21 @@ class Recoverer:
             except NoCapacityError as error:
                 raise NotBuilt(str(error)) from error.with_traceback(None)
             try:
-                self.await_build(build, channel, number, self.start_deadline(progress), progress)
+                self.await_build(build, channel, number, self.build_deadline(progress), progress)
             except Gone as gone:
                 sometimes("a replacement is lost while its envs are built")
-                self._let_go(channel)
+                self._end_process(channel)
                 hung = gone.cause == "hung"
                 deaths[hung] += 1
                 if hung and progress.is_optional:
                     raise NotBuilt(
                         "its envs are not built beside the old ones, or too slowly"
                     ) from gone.with_traceback(None)
-                if deaths[hung] >= (POISON_AFTER if hung else LOSSES):
+                if deaths[hung] >= (POISON_AFTER if hung else MOST_LOSSES):
                     why = f"{deaths[hung]} processes ended while being built"
                     raise NotBuilt(why) from gone.with_traceback(None)
             except BaseException:
-                self._let_go(channel)
+                self._end_process(channel)
                 raise
             else:
                 return channel
@@ -789,7 +789,7 @@ class Recoverer:
             if slot in found and is_comparable(found[slot]):
                 env = self._env_in(slot)
                 spec = None if self.description is None else self.description.spec
-                self._journal.memory.note(env if spec is None else f"{spec.id} ({env})", found[slot])
+                self._journal.memory.record_difference(env if spec is None else f"{spec.id} ({env})", found[slot])
         differ = {slot: f"the replay does not match what was seen: {what}" for slot, what in found.items()}
         return {**differ, **plan.missing}
 
@@ -819,7 +819,7 @@ class Recoverer:
             sometimes("a recovery passes its deadline")
             raise Unrecoverable(f"recovery took longer than Deadlines.recovery ({self._deadlines.recovery:g} s)")
 
-    def _let_go(self, channel: Channel) -> None:
+    def _end_process(self, channel: Channel) -> None:
         channel.kill()
         channel.release()
-        self._current = None
+        self._starting = None

@@ -104,10 +104,10 @@ class Reporter:
     Attributes:
         slots: Number of envs.
         description, codec: Of the envs; ``None``: they were never built.
-        asked: Seeds of the reset that was asked for last, answered or not.
+        seeds_asked: Seeds of the reset that was asked for last, answered or not.
         events: Hooks, each with an event that it has not been called with yet. Several fan-outs read it, so it is never
             replaced.
-        path: The last events and the states that they led to, but for those of plain steps.
+        transitions: The last events and the states that they led to, but for those of plain steps.
     """
 
     def __init__(self, position: Position, index: int | None, hooks: tuple[Hook, ...], reports: Path | None) -> None:
@@ -115,11 +115,11 @@ class Reporter:
         self.reports = CrashReports(reports, index)
         self.description: Description | None = None
         self.codec: Codec | None = None
-        self.asked: Sequence[int | None] = ()
+        self.seeds_asked: Sequence[int | None] = ()
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
         self.events: deque[tuple[Callable[[Any], object], Any]] = deque()
-        self.path: deque[tuple[state_machine.Event, state_machine.State]] = deque(maxlen=_PATH)
+        self.transitions: deque[tuple[state_machine.Event, state_machine.State]] = deque(maxlen=_PATH)
         self.slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
@@ -158,7 +158,7 @@ class Reporter:
         known = slot < self.slots and (slot >= 0 or self.slots == 1)
         if not known:
             return None
-        asked = self.asked[max(slot, 0)] if command == "reset" and self.asked else None
+        asked = self.seeds_asked[max(slot, 0)] if command == "reset" and self.seeds_asked else None
         return self._position.seeds[max(slot, 0)] if asked is None else asked
 
     def episode_steps(self, slot: int, command: str) -> int | None:
@@ -187,7 +187,7 @@ class Reporter:
         report = self.reports.path or self.reports.last
         return lost_error(loss, advice, report, kind)
 
-    def unbuilt(self, reason: str, failure: Failure | None) -> Exception:
+    def build_error(self, reason: str, failure: Failure | None) -> Exception:
         """Return the error for envs that could not be built anew; ``failure``: what ``env_fn`` raised, if it did."""
         if failure is not None:
             return self.error_of(-1, failure, "initialize")
@@ -205,7 +205,7 @@ class Reporter:
         known = journal.recording and codec is not None
         packed = build.env_fns
         if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
-            packed = packed.again()
+            packed = packed.copy()
         return Case(
             replays=partial(replays_of, journal.dump() if known else None),
             size=len(journal) if known else 0,
@@ -214,13 +214,13 @@ class Reporter:
             description=self.description,
             deadline=deadline,
             layout=None if codec is None else codec.layout,
-            path=tuple(state_machine.line_of(event, after) for event, after in tuple(self.path)),
+            path=tuple(state_machine.line_of(event, after) for event, after in tuple(self.transitions)),
         )
 
-    def note_loss(
+    def report_loss(
         self, gone: Gone, command: str, slot: int, limit: float | None, entry: Callable[[BankLayout], bytes]
     ) -> Loss:
-        """Count the loss of a process, and return it; the warning is logged with the outcome, see :meth:`note_outcome`.
+        """Report the loss of a process, and return it; a warning follows with the outcome: :meth:`report_outcome`.
 
         Args:
             gone: How it was lost.
@@ -261,8 +261,8 @@ class Reporter:
         verb = "are" if len(self.envs) > 1 else "is"
         logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
-    def note_outcome(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> None:
-        """Count the outcome of a loss; when the call is done, a warning describes both, or counts it with its kind."""
+    def report_outcome(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> None:
+        """Report the outcome of a loss; when the call is done, a warning describes both, or counts it with its kind."""
         recovery = Recovery(
             loss,
             outcome,
@@ -294,12 +294,12 @@ class Reporter:
             if line:
                 logger.warning("%s", line)
 
-    def truncated_errors(self, errors: Iterable[tuple[int, Exception]], pid: int | None) -> None:
-        """Note which exceptions of envs, by slot, ended their episodes, as ``on_error="truncate"`` says."""
+    def report_truncated_errors(self, errors: Iterable[tuple[int, Exception]], pid: int | None) -> None:
+        """Report the exceptions of envs, by slot, that ended their episodes, as ``on_error="truncate"`` says."""
         for slot, error in errors:
-            self._truncated_error(slot, error, pid)
+            self._report_truncated_error(slot, error, pid)
 
-    def _truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
+    def _report_truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
         index = self.index_of(slot)
         text = f"An exception of the env ended its episode (on_error='truncate'): {error}"
         line = self._repeats.line((index, type(error).__name__), "truncated", text, time.monotonic())
@@ -320,14 +320,14 @@ class Reporter:
         self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
         self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
 
-    def note_recycling(
+    def report_recycling(
         self,
         why: str,
         outcome: Literal["exact", "replayed", "reset", "put off"],
         reason: str,
         progress: RecoveryProgress,
     ) -> None:
-        """Note that a process was replaced by plan, or could not be."""
+        """Report that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - progress.began
         self._recyclings[outcome] += 1
         self._replayed_requests += progress.replayed

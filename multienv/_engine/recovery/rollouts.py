@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from multienv._engine.processes.channel import Channel
-from multienv._engine.recovery.answers import Answers, Read, Skipped, unreadable
+from multienv._engine.recovery.answers import Answers, Reply, Skipped, unreadable
 from multienv._engine.recovery.hot_path import GOES_ON, plain_heads
 from multienv._engine.recovery.position import Position
 from multienv._engine.reports.texts import cause_of, counted
 from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
+from multienv._engine.wire.banks import ENDED, FAILED, RESET, SKIPPED, STEP, entry_of
 from multienv._engine.wire.infos import Extras, Illegible, NumberInfos, numbers_in
-from multienv._engine.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, call_user_code
+from multienv._engine.wire.messages import PLAIN_RESET, Failure, Rollout, RolloutResult, call_user_code
 from multienv._engine.wire.rows import batch_of, leaf_spaces, nested, stacked
 from multienv._engine.wire.segment import Segment
 from multienv.errors import PolicyError
@@ -81,7 +81,7 @@ class RolloutReader:
 
     def __init__(self, answers: Answers, position: Position) -> None:
         self._scratch = Position(position.build, position.journal)  # what the caller has seen so far within the rollout
-        self._answers, self._codec = answers.at(self._scratch), answers.codec
+        self._answers, self._codec = answers.for_position(self._scratch), answers.codec
         self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
         codec = self._codec
         self._aside.lay_out(codec.layout)
@@ -95,8 +95,8 @@ class RolloutReader:
         self._leaves = leaf_spaces(codec.space) if codec.has_rows else []
         self._show = codec.shown(self._aside)
 
-    def take(self, channel: Channel, first: int, message: Rollout, skipped: Skipped) -> RolloutReply:
-        """Read the answer of a process; see :meth:`read`. Raises ``Gone`` if it cannot be decoded."""
+    def read_reply(self, channel: Channel, first: int, message: Rollout, skipped: Skipped) -> RolloutReply:
+        """Read the answer of a process; see :meth:`read_result`. Raises ``Gone`` if it cannot be decoded."""
         try:
             result = call_user_code(partial(pickle.loads, channel.segment.read_reply_payload(first)), Illegible)
         except Illegible as illegible:
@@ -104,9 +104,9 @@ class RolloutReader:
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
         if not isinstance(result, RolloutResult):
             raise channel.kill(cause="broken", detail=f"it answered a rollout by {result!r:.1000}")
-        return self.read(first, message, result, skipped)
+        return self.read_result(first, message, result, skipped)
 
-    def read(self, first: int, message: Rollout, result: RolloutResult, skipped: Skipped) -> RolloutReply:
+    def read_result(self, first: int, message: Rollout, result: RolloutResult, skipped: Skipped) -> RolloutReply:
         """Return the reply.
 
         Args:
@@ -117,11 +117,11 @@ class RolloutReader:
         """
         scratch, answers, aside = self._scratch, self._answers, self._aside
         reply = RolloutReply(failure=result.failure)
-        scratch.show(aside, message.shown)
+        scratch.set_shown(aside, message.shown)
         answers.points_in = 0
         shown = [self._legible(reply, self._first)]
         memory, size = memoryview(result.banks), aside.layout.size
-        take, number = self._take_one if self._codec.verbatim else self._take_rows, first
+        add, number = self._add_one if self._codec.verbatim else self._add_rows, first
         for index in range(len(memory) // size):
             number = first + index
             view, (request_payload, payload) = memory[index * size :][:size], result.payloads.get(index, _NO_PAYLOAD)
@@ -138,14 +138,14 @@ class RolloutReader:
                 scratch.seen = number
                 continue
             aside.write_reply_payload(number, payload)
-            read = answers.read(aside, number)
+            read = answers.read_raw(aside, number)
             reply.entries.append(entry_of(bank, request_payload, read.evidence))
-            take(read, skipped, reply, shown)
+            add(read, skipped, reply, shown)
             scratch.seen, scratch.pickled_rows = read.seen, read.pickled_rows
             if answers.points_in == number:
                 reply.replay_points += answers.points
             if read.seen != number:  # it shows nothing: what was seen last is seen once more
-                scratch.show(aside, {**scratch.shown(aside), "seen": number})
+                scratch.set_shown(aside, {**scratch.shown(aside), "seen": number})
                 bank.rewards[:], bank.terminated[:], bank.truncated[:] = 0.0, False, True
             view[:] = bank.view
         reply.shown = {**scratch.shown(aside), "seen": number}
@@ -171,11 +171,11 @@ class RolloutReader:
 
     # --- one request ------------------------------------------------------------------------------
 
-    def _take_rows(self, read: Read, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
+    def _add_rows(self, read: Reply, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
         """Read a step of several envs, which lies in its bank."""
         aside, codec, step = self._aside, self._codec, reply.steps
         bank = aside.banks[read.number & 1]
-        answer: Any = self._answers.step(aside, read, [one for one in skipped if bank.skipped[one[0]]])
+        answer: Any = self._answers.step_answer(aside, read, [one for one in skipped if bank.skipped[one[0]]])
         if isinstance(answer, Exception):  # nothing was stepped
             reply.errors = dict.fromkeys(range(codec.slots), answer) | reply.errors
             return
@@ -203,17 +203,17 @@ class RolloutReader:
         elif observations:
             shown.append(batch_of(codec.space, observations))
 
-    def _take_one(self, read: Read, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
+    def _add_one(self, read: Reply, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
         """Read a step of a single env, or the reset that followed one, which lies in its bank."""
         answers, aside, step = self._answers, self._aside, reply.steps
         view = aside.banks[read.number & 1].view
-        begins, failed = view[0] == BEGIN, view[2] == FAILED
+        begins, failed = view[0] == RESET, view[2] == FAILED
         if view[1] & SKIPPED:
             answer: Any = answers.truncation(aside, skipped)
         elif begins:
-            answer = self._legible(reply, partial(answers.reset, aside, read, BEGINNING, ()))
+            answer = self._legible(reply, partial(answers.reset_answer, aside, read, PLAIN_RESET, ()))
         else:
-            answer = self._legible(reply, partial(answers.step, aside, read, ()))
+            answer = self._legible(reply, partial(answers.step_answer, aside, read, ()))
         if failed and self._answers.truncates and not begins:
             reply.truncated_errors.append((0, answer))
         elif failed:

@@ -151,8 +151,8 @@ EPISODE_OVER = State(Process.READY, Episode.ENDED)
 RESETTING = State(Process.READY, Episode.ENDED, _RESET)
 RESETTING_ASYNC = State(Process.READY, Episode.ENDED, _RESET_ASYNC)
 # Of these the answer may be a plain one.
-ASKED_PLAINLY = STEPPING, STEPPING_ASYNC, RESETTING, RESETTING_ASYNC
-_PLAIN = {state: state for state in (RUNNING, EPISODE_OVER, *ASKED_PLAINLY)}
+PLAIN_PENDING = STEPPING, STEPPING_ASYNC, RESETTING, RESETTING_ASYNC
+_PLAIN = {state: state for state in (RUNNING, EPISODE_OVER, *PLAIN_PENDING)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +295,9 @@ class Instruction(Enum):
     """Names what the supervisor does next."""
 
     NOTHING = "nothing"  # wait for the caller
-    LAUNCH = "launch"  # launch a process and ask it to build the envs
+    LAUNCH = "launch"  # launch a process, which builds the envs
     AWAIT_BUILD = "await build"  # wait until the envs are built
-    ASK = "ask"  # publish the pending request, without its skipped slots, and wait for the answer
+    ASK = "ask"  # send the pending request, without its skipped slots, and collect the answer
     RECOVER = "recover"  # bring the envs back from one source after the other: see way_back
     DELIVER = "deliver"  # return the answer to the caller, with truncations written over it
     TRUNCATE = "truncate"  # return truncated=True to the caller for all slots, without asking a process
@@ -310,7 +310,7 @@ class Instruction(Enum):
 # For example, an env may close the worker's descriptors and return, and the worker then ends. The same number of
 # processes may be killed from outside while they build their envs, or in one request of a replay: such a death says
 # nothing about the request.
-LOSSES = 6
+MOST_LOSSES = 6
 
 # (process, event) → the process states that it may lead to. All other pairs cannot happen: decide() raises.
 TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {
@@ -354,14 +354,14 @@ def instruction_of(state: State, rules: Rules) -> Instruction:
 def _is_all_skipped(state: State, rules: Rules) -> bool:
     """Tell whether a step needs no process: no slot that it touches takes part in it, or is reset in it."""
     request = state.request
-    if request is None or request.kind is not Kind.STEP or _left(state, dict(state.skipped), rules):
+    if request is None or request.kind is not Kind.STEP or _touches_other(state, dict(state.skipped), rules):
         return False
     if not _resets_itself(state, rules):
         return True
-    return state.process is Process.NONE and request.is_plain_step and not _left(state, state.not_reset, rules)
+    return state.process is Process.NONE and request.is_plain_step and not _touches_other(state, state.not_reset, rules)
 
 
-def _left(state: State, slots: Container[int], rules: Rules) -> bool:
+def _touches_other(state: State, slots: Container[int], rules: Rules) -> bool:
     """Tell whether the pending request touches another slot than these."""
     assert state.request is not None
     return any(state.request.touches(slot) and slot not in slots for slot in range(rules.slots))
@@ -372,7 +372,7 @@ def _resets_itself(state: State, rules: Rules) -> bool:
     return rules.resets_itself or (state.request is not None and state.request.steps > 0)
 
 
-def slots_between(state: State, ended: Sequence[Any], rules: Rules) -> tuple[int, ...]:
+def slots_beginning(state: State, ended: Sequence[Any], rules: Rules) -> tuple[int, ...]:
     """Return the slots that a step skips, and that begin their next episode in it: there is nothing to truncate.
 
     Args:
@@ -450,34 +450,34 @@ def line_of(event: Event, after: State) -> str:
     return f"{type(event).__name__}{cause}: process {after.process.value}, episode {after.episode.value}{request}"
 
 
-def _launched(state: State, event: Launched, rules: Rules) -> tuple[State, Instruction]:
+def _on_launched(state: State, event: Launched, rules: Rules) -> tuple[State, Instruction]:
     return state._replace(process=Process.BUILDING), Instruction.AWAIT_BUILD
 
 
-def _built(state: State, event: Built, rules: Rules) -> tuple[State, Instruction]:
+def _on_built(state: State, event: Built, rules: Rules) -> tuple[State, Instruction]:
     after = state._replace(process=Process.READY)
     return after, instruction_of(after, rules)
 
 
-def _build_failed(state: State, event: BuildFailed, rules: Rules) -> tuple[State, Instruction]:
+def _on_build_failed(state: State, event: BuildFailed, rules: Rules) -> tuple[State, Instruction]:
     after, request = state._replace(process=Process.NONE), state.request
     if request is None or request.kind is Kind.CALL:
         return _without_request(after), Instruction.NOTHING
-    if request.kind is Kind.STEP and not _left(state, dict(state.skipped), rules):
+    if request.kind is Kind.STEP and not _touches_other(state, dict(state.skipped), rules):
         return _without_new_envs(after, rules, Instruction.NOTHING)
     # Those of a batch begin with a reset, whatever is asked first. One of a single env would be stepped without.
-    episode = _not_begun(state) if rules.slots == 1 and not rules.resets_itself else state.episode
+    episode = _episode_after_failed_reset(state) if rules.slots == 1 and not rules.resets_itself else state.episode
     return _without_request(after, episode=episode), Instruction.NOTHING
 
 
-def _asked(state: State, event: Asked, rules: Rules) -> tuple[State, Instruction]:
+def _on_asked(state: State, event: Asked, rules: Rules) -> tuple[State, Instruction]:
     request = event.request
-    owed = [one for one in state.pending_truncations if request.kind is Kind.STEP and request.touches(one[0])]
-    after = state._replace(request=request, skipped=tuple(owed), losses=0)
+    truncations = [one for one in state.pending_truncations if request.kind is Kind.STEP and request.touches(one[0])]
+    after = state._replace(request=request, skipped=tuple(truncations), losses=0)
     return after, instruction_of(after, rules)
 
 
-def _replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruction]:
+def _on_replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruction]:
     request = state.request
     assert request is not None
     after = _without_request(state)
@@ -488,7 +488,7 @@ def _replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruc
             pending_truncations=pending_truncations,
         )
     elif request.kind is Kind.RESET and rules.slots == 1:
-        after = after._replace(episode=_not_begun(state), pending_truncations=())
+        after = after._replace(episode=_episode_after_failed_reset(state), pending_truncations=())
     elif request.kind is Kind.STEP:
         ended = event.ended and not rules.resets_itself and rules.slots == 1
         episode = Episode.ENDED if ended else Episode.RUNNING
@@ -496,10 +496,10 @@ def _replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruc
     return after, Instruction.DELIVER
 
 
-def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
+def _on_lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
     if state.process is Process.BUILDING:
         after = state._replace(process=Process.NONE, losses=state.losses + 1)
-        goes_on = after.losses < (LOSSES if event.outside else POISON_AFTER)
+        goes_on = after.losses < (MOST_LOSSES if event.outside else POISON_AFTER)
         if goes_on and rules.on(event.cause) == "replay":
             return after, Instruction.LAUNCH
         return _without_request(after), Instruction.RAISE_LOST
@@ -507,55 +507,53 @@ def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
     if event.long_past and not state.past_blamed:
         after = after._replace(past_blamed=True)
     elif event.outside:
-        after = after._replace(killed=_one_more(state.killed, event.slot))
+        after = after._replace(killed=_add_one(state.killed, event.slot))
     else:
-        after = after._replace(deaths=_one_more(state.deaths, event.slot))
+        after = after._replace(deaths=_add_one(state.deaths, event.slot))
     if event.slot in dict(state.skipped) and event.slot in _poisoned(after, rules):
         after = after._replace(not_reset=tuple(sorted({*state.not_reset, event.slot})))
     action = rules.on(event.cause)
     if action == "replay":
         return after, Instruction.RECOVER
     if action == "raise":
-        return _raised(after, event.what, rules), Instruction.RAISE_LOST
-    return _ended(after, event.what, rules)
+        return _after_error(after, event.what, rules), Instruction.RAISE_LOST
+    return _end_episodes(after, event.what, rules)
 
 
-def _interrupted(state: State, event: Interrupted, rules: Rules) -> tuple[State, Instruction]:
+def _on_interrupted(state: State, event: Interrupted, rules: Rules) -> tuple[State, Instruction]:
     process = Process.LOST if state.process is Process.READY else state.process
     after = state._replace(process=process) if event.keeps_request else _without_request(state, process=process)
     return after, instruction_of(after, rules)
 
 
-def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Instruction]:
+def _on_recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Instruction]:
     after = state._replace(process=Process.READY)
     request = state.request
     poisoned = _poisoned(state, rules)
     if request is None or request.kind is Kind.CALL or rules.slots in poisoned:
         is_lost = event.mismatches and rules.slots == 1 and state.episode is Episode.RUNNING
         episode = Episode.TRUNCATED if is_lost else state.episode
-        after = after._replace(
-            pending_truncations=_merged(state.pending_truncations, event.mismatches), episode=episode
-        )
+        after = after._replace(pending_truncations=_merge(state.pending_truncations, event.mismatches), episode=episode)
         if request is None:
             return _without_request(after), Instruction.NOTHING
         if poisoned:
             return _without_request(after), Instruction.RAISE_POISON
         return after, Instruction.ASK
     if request.kind is Kind.STEP:
-        skipped, others = _parted(request, {**event.mismatches, **poisoned})
+        skipped, others = _split_by_touch(request, {**event.mismatches, **poisoned})
     else:  # a reset begins new episodes in the slots that it touches
         skipped = poisoned
-        _, others = _parted(request, event.mismatches)
+        _, others = _split_by_touch(request, event.mismatches)
     after = after._replace(
-        skipped=_merged(state.skipped, skipped), pending_truncations=_merged(state.pending_truncations, others)
+        skipped=_merge(state.skipped, skipped), pending_truncations=_merge(state.pending_truncations, others)
     )
     if poisoned and request.kind is Kind.RESET and rules.slots == 1:
-        return _without_request(after, episode=_not_begun(state)), Instruction.RAISE_POISON
+        return _without_request(after, episode=_episode_after_failed_reset(state)), Instruction.RAISE_POISON
     return after, instruction_of(after, rules)
 
 
-def _not_recovered(state: State, event: NotRecovered, rules: Rules) -> tuple[State, Instruction]:
-    after, instruction = _ended(state, event.reason, rules)
+def _on_not_recovered(state: State, event: NotRecovered, rules: Rules) -> tuple[State, Instruction]:
+    after, instruction = _end_episodes(state, event.reason, rules)
     if event.is_built or state.request is None or state.request.kind is not Kind.STEP:
         return after, instruction
     return _without_new_envs(after, rules, Instruction.RAISE_LOST)
@@ -568,41 +566,41 @@ def _without_new_envs(state: State, rules: Rules, of_rollout: Instruction) -> tu
     """
     assert state.request is not None
     if state.request.steps:
-        return _given_up(state, dict(state.skipped), running=True), of_rollout
+        return _without_process(state, dict(state.skipped), running=True), of_rollout
     after = state._replace(not_reset=tuple(slot for slot, _ in state.skipped))
     return after, instruction_of(after, rules)
 
 
-def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]:
+def _end_episodes(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]:
     """End all episodes of the worker. Running ones are truncated; a pending reset begins in a new process."""
     everyone = dict.fromkeys(range(rules.slots), reason)
     request = state.request
     after = state._replace(process=Process.NONE)
     running = state.episode in (Episode.RUNNING, Episode.TRUNCATED)
     if request is None or request.kind is Kind.CALL:
-        return _given_up(after, everyone, running=running), Instruction.RAISE_LOST
+        return _without_process(after, everyone, running=running), Instruction.RAISE_LOST
     # The slots that the request does not touch are truncated in their next step. A reset begins new episodes in those
     # that it touches.
-    touched, others = _parted(request, everyone)
-    after = after._replace(pending_truncations=_merged(state.pending_truncations, others if running else {}))
+    touched, others = _split_by_touch(request, everyone)
+    after = after._replace(pending_truncations=_merge(state.pending_truncations, others if running else {}))
     if request.kind is Kind.STEP:
-        after = after._replace(skipped=_merged(state.skipped, touched))
+        after = after._replace(skipped=_merge(state.skipped, touched))
         return after, instruction_of(after, rules)
-    after = after._replace(skipped=_merged((), _poisoned(state, rules)))
+    after = after._replace(skipped=_merge((), _poisoned(state, rules)))
     if after.skipped and rules.slots == 1:
-        return _without_request(after, episode=_not_begun(state)), Instruction.RAISE_POISON
+        return _without_request(after, episode=_episode_after_failed_reset(state)), Instruction.RAISE_POISON
     return after, Instruction.LAUNCH
 
 
-def _budget_spent(state: State, event: BudgetSpent, rules: Rules) -> tuple[State, Instruction]:
-    return _raised(state, state.what, rules), Instruction.RAISE_BUDGET
+def _on_budget_spent(state: State, event: BudgetSpent, rules: Rules) -> tuple[State, Instruction]:
+    return _after_error(state, state.what, rules), Instruction.RAISE_BUDGET
 
 
-def _discarded(state: State, event: Discarded, rules: Rules) -> tuple[State, Instruction]:
-    return _given_up(state, {}, running=False), Instruction.NOTHING
+def _on_discarded(state: State, event: Discarded, rules: Rules) -> tuple[State, Instruction]:
+    return _without_process(state, {}, running=False), Instruction.NOTHING
 
 
-def _closed(state: State, event: Closed, rules: Rules) -> tuple[State, Instruction]:
+def _on_closed(state: State, event: Closed, rules: Rules) -> tuple[State, Instruction]:
     return State(process=Process.CLOSED), Instruction.NOTHING
 
 
@@ -611,7 +609,7 @@ def _poisoned(state: State, rules: Rules) -> dict[int, str]:
     if state.request is None:
         return {}
     found = {slot: count for slot, count in state.deaths if count >= state.tries}
-    if state.losses >= LOSSES and not found:
+    if state.losses >= MOST_LOSSES and not found:
         # The slot in which most processes ended is the cause. If nothing is known, all slots are.
         suspects = Counter(dict(state.deaths)) + Counter(dict(state.killed))
         most = max(suspects.values(), default=0)
@@ -623,12 +621,12 @@ def _poisoned(state: State, rules: Rules) -> dict[int, str]:
     }
 
 
-def _one_more(counts: tuple[tuple[int, int], ...], slot: int) -> tuple[tuple[int, int], ...]:
+def _add_one(counts: tuple[tuple[int, int], ...], slot: int) -> tuple[tuple[int, int], ...]:
     """Return the counts, with one more for the slot; -1: no slot."""
     return tuple(sorted((Counter(dict(counts)) + Counter([slot] if slot >= 0 else [])).items()))
 
 
-def _merged(known: tuple[tuple[int, str], ...], more: Mapping[int, str]) -> tuple[tuple[int, str], ...]:
+def _merge(known: tuple[tuple[int, str], ...], more: Mapping[int, str]) -> tuple[tuple[int, str], ...]:
     """Merge slots and reasons. A slot keeps the reason that it already has."""
     return tuple(sorted({**more, **dict(known)}.items()))
 
@@ -643,54 +641,54 @@ def _without_request(state: State, **changes: Any) -> State:
     return state._replace(**_NO_REQUEST, **changes)
 
 
-def _not_begun(state: State) -> Episode:
+def _episode_after_failed_reset(state: State) -> Episode:
     """Return the state of the episode after a reset that failed: the next one is still due after an end."""
     return Episode.ENDED if state.episode is Episode.ENDED else Episode.NONE
 
 
-def _parted(request: Request, reasons: Mapping[int, str]) -> tuple[dict[int, str], dict[int, str]]:
+def _split_by_touch(request: Request, reasons: Mapping[int, str]) -> tuple[dict[int, str], dict[int, str]]:
     """Part slots with their reasons: return those that a request touches, and the others."""
     touched = {slot: reason for slot, reason in reasons.items() if request.touches(slot)}
     return touched, {slot: reason for slot, reason in reasons.items() if slot not in touched}
 
 
-def _raised(state: State, reason: str, rules: Rules) -> State:
+def _after_error(state: State, reason: str, rules: Rules) -> State:
     """Return the state after an error that tells of a loss. Slots that the request does not touch are truncated later.
 
     The caller has to reset some of the envs before.
     """
-    request, after = state.request, _given_up(state, {}, running=False)
+    request, after = state.request, _without_process(state, {}, running=False)
     if request is None:
         return after
     running = state.process is not Process.NONE and state.episode in (Episode.RUNNING, Episode.TRUNCATED)
-    _, others = _parted(request, dict.fromkeys(range(rules.slots), reason) if running else {})
-    owed = tuple(one for one in state.pending_truncations if not request.touches(one[0]))
-    return after._replace(pending_truncations=_merged(owed, others))
+    _, others = _split_by_touch(request, dict.fromkeys(range(rules.slots), reason) if running else {})
+    truncations = tuple(one for one in state.pending_truncations if not request.touches(one[0]))
+    return after._replace(pending_truncations=_merge(truncations, others))
 
 
-def _given_up(state: State, pending_truncations: Mapping[int, str], *, running: bool) -> State:
+def _without_process(state: State, pending_truncations: Mapping[int, str], *, running: bool) -> State:
     """Return the state without process and request. The next step truncates running episodes."""
-    episode = Episode.TRUNCATED if pending_truncations and running else _not_begun(state)
+    episode = Episode.TRUNCATED if pending_truncations and running else _episode_after_failed_reset(state)
     return _without_request(
         state,
         process=Process.NONE,
         episode=episode,
-        pending_truncations=_merged(state.pending_truncations, pending_truncations) if running else (),
+        pending_truncations=_merge(state.pending_truncations, pending_truncations) if running else (),
     )
 
 
 # Event → the function that says what follows from it.
 _HANDLERS: Mapping[type, Callable[[State, Any, Rules], tuple[State, Instruction]]] = {
-    Launched: _launched,
-    Built: _built,
-    BuildFailed: _build_failed,
-    Asked: _asked,
-    Replied: _replied,
-    Lost: _lost,
-    Interrupted: _interrupted,
-    Recovered: _recovered,
-    NotRecovered: _not_recovered,
-    BudgetSpent: _budget_spent,
-    Discarded: _discarded,
-    Closed: _closed,
+    Launched: _on_launched,
+    Built: _on_built,
+    BuildFailed: _on_build_failed,
+    Asked: _on_asked,
+    Replied: _on_replied,
+    Lost: _on_lost,
+    Interrupted: _on_interrupted,
+    Recovered: _on_recovered,
+    NotRecovered: _on_not_recovered,
+    BudgetSpent: _on_budget_spent,
+    Discarded: _on_discarded,
+    Closed: _on_closed,
 }

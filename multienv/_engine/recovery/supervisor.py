@@ -1,14 +1,18 @@
-"""Keeps the envs of one worker alive: what is asked, what is answered, and what happens when the process is lost.
+"""Keeps the envs of one worker alive: what is sent, what is answered, and what happens when the process is lost.
 
-A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). The module ``state_machine``
-decides what follows from each event, and ``way_back`` from where envs are brought back into another process. The
-module ``hot_path`` sends plain steps to many workers at once and takes their answers. The ``Position`` holds what the
-caller has seen.
+A step: ``send_step`` sends it, ``collect`` waits for its reply, and ``_commit`` stores the answer and the state in one
+assignment. The module ``hot_path`` does all that for the plain steps of many workers.
+
+A death: the wait raises ``Gone``. ``_handle_loss`` asks the module ``state_machine`` what follows. ``_do_recover`` has
+the envs brought back, from one of the sources that ``way_back`` lists, and verified; ``take_over`` makes their process
+the worker's. ``_do_ask`` sends the request again, without the slots that are truncated, and ``_commit_reply`` commits.
+
+The ``Position`` holds what the caller has seen.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
-and the next call collects it. Another signal handler may raise anywhere: then the process counts as lost
-(``count_as_lost``), and the next call recovers the envs to where the caller saw them last. So only the last assignment
-of ``_happen`` is written with an exception in mind.
+and the next call collects it. Another signal handler may raise anywhere: then the process is marked as lost
+(``mark_lost``), and the next call recovers the envs to where the caller saw them last. So only the last assignment of
+``_commit`` is written with an exception in mind.
 """
 
 from __future__ import annotations
@@ -28,9 +32,9 @@ from gymnasium.error import NoAsyncCallError
 from multienv._engine import interrupts
 from multienv._engine.processes.channel import Channel, Gone, SystemErrors
 from multienv._engine.processes.endings import SOON, Closing, let_go
-from multienv._engine.recovery import checkpoint
-from multienv._engine.recovery.answers import Answers, Read
-from multienv._engine.recovery.hot_path import BEGINS, MISSING, SAMPLE, ask, begin, buffers_of, take
+from multienv._engine.recovery import checkpoint, hot_path
+from multienv._engine.recovery.answers import Answers, Reply
+from multienv._engine.recovery.hot_path import MISSING, SAMPLE, buffers_of, collect_plain, send_plain, set_plain_reset
 from multienv._engine.recovery.journal import Journal
 from multienv._engine.recovery.loss_recovery import LossRecovery
 from multienv._engine.recovery.maintenance import Maintenance, Replacement
@@ -47,7 +51,7 @@ from multienv._engine.recovery.recoverer import (
 from multienv._engine.recovery.reporter import Reporter
 from multienv._engine.recovery.rollouts import RolloutReader
 from multienv._engine.recovery.state_machine import (
-    ASKED_PLAINLY,
+    PLAIN_PENDING,
     STEPPING,
     STEPPING_ASYNC,
     Asked,
@@ -72,14 +76,14 @@ from multienv._engine.recovery.state_machine import (
     instruction_of,
     name_of,
     refusal,
-    slots_between,
+    slots_beginning,
 )
 from multienv._engine.recovery.way_back import NewEnvs, sources_of_new_envs
 from multienv._engine.sometimes import sometimes
 from multienv._engine.threads import Lock
 from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import (
-    BEGINNING,
+    PLAIN_RESET,
     Build,
     Description,
     GetGenerators,
@@ -89,7 +93,7 @@ from multienv._engine.wire.messages import (
     Rollout,
     pack_message,
 )
-from multienv._engine.wire.segment import ASKED, REQUEST
+from multienv._engine.wire.segment import ASKED_OUTSIDE, REQUEST
 from multienv._engine.worker.replay_points import LARGE_SHARE, SHARE
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import ClosedError, MultienvError, UsageError, WaitTimeout
@@ -112,7 +116,7 @@ def _refuse_in_child() -> None:
     """In a forked child of the trainer: no step gets past the first branch, which says whose the env is."""
     for supervisor in list(_supervisors):
         supervisor._is_foreign = True
-        supervisor._happen(Closed())
+        supervisor._commit(Closed())
 
 
 if hasattr(os, "register_at_fork"):
@@ -199,10 +203,10 @@ class Supervisor:
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
         self.recoverer = Recoverer(launcher, policy, deadlines, journal, self.reporter.log_doing, self.reporter.env_in)
-        self.closing = Closing(self.recoverer.ask_to_close, deadlines.close)
+        self.closing = Closing(self.recoverer.send_close, deadlines.close)
         self.channel: Channel | None = None
         self.loss_recovery: LossRecovery | None = None
-        self._building = 0  # number of the request that builds the envs for the first time
+        self._build_number = 0  # number of the request that builds the envs for the first time
         self._long_past = False  # the process has repeated more of the past than a recovery has to
         self._why_lost = ""  # the process was ended to be replaced, and no new one could be had
         self.rules = Rules(resets_itself=resets_itself, on_crash=policy.on_crash, on_timeout=policy.on_timeout)
@@ -222,7 +226,7 @@ class Supervisor:
     # --- start ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Launch the process and ask it to build the envs; does not wait. Again does nothing."""
+        """Launch the process, which builds the envs; does not wait. Again does nothing."""
         with self.lock:
             self._refuse_if_unusable("start")
             if self.state.process is Process.NONE and self.codec is None:
@@ -237,28 +241,28 @@ class Supervisor:
             if self.codec is None:
                 check_seconds("timeout", timeout, zero=True)
                 self.start()
-                self._carry_out(timeout, recover=True)
+                self._run_until_answered(timeout, recover=True)
             assert self.recoverer.description is not None
             return self.recoverer.description
 
     def _launch(self) -> Instruction:
-        """Launch the first process and ask it to build the envs; one that replaces a lost one is charged."""
+        """Launch the first process, which builds the envs; one that replaces a lost one is charged to the budget."""
         loss_recovery = self.loss_recovery
-        progress = self.recoverer.begin(planned=True) if loss_recovery is None else loss_recovery.progress
+        progress = self.recoverer.new_progress(planned=True) if loss_recovery is None else loss_recovery.progress
         try:
-            self.recoverer.admit(progress, self.position.steps)
-            self.channel, self._building = self.recoverer.launch(self.position.build, progress)
+            self.recoverer.charge_budget(progress, self.position.steps)
+            self.channel, self._build_number = self.recoverer.launch(self.position.build, progress)
         except (BudgetSpentError, Unrecoverable):
             self._refuse_if_unusable("initialize")
-            return self._spend_budget()
-        self.recoverer.handed_over()
-        self.pending.bound(self.deadlines.start)
-        return self._happen(Launched())
+            return self._commit_budget_spent()
+        self.recoverer.mark_owned()
+        self.pending.set_deadline(self.deadlines.start)
+        return self._commit(Launched())
 
     # --- requests ---------------------------------------------------------------------------------
 
     def send_step(self, action: Any, waits: bool = True, touched: tuple[bool, ...] | None = None) -> None:
-        """Publish a step; does not block.
+        """Send a step; does not block.
 
         Args:
             action: Of the action space; of several envs the batch of their actions.
@@ -267,68 +271,11 @@ class Supervisor:
         """
         with self.lock:
             state = STEPPING if waits else STEPPING_ASYNC
-            if touched is not None or not ask((self,), (0,), 0, (action,), state, self.asked_by):
-                self._prepare_step(action, waits, touched)
+            if touched is not None or not send_plain((self,), (0,), 0, (action,), state, self.asked_by):
+                self._send_any_step(action, waits, touched)
 
-    def collect(self, timeout: float | None = None, recover: bool = True) -> Any:
-        """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
-
-        Args:
-            timeout: Seconds to wait for the process.
-            recover: Recover the envs of a lost process in this call; else :class:`RecoveryDue` is raised.
-
-        Raises:
-            WaitTimeout: The answer is not there within ``timeout``; the request stays pending.
-            EnvError: The env of a worker with one env raised.
-            WorkerLostError: The process was lost, and the policy says ``"raise"``, or its budget is spent.
-        """
-        with self.lock:
-            answers: list[Any] = [MISSING]
-            if timeout is None and self.state in ASKED_PLAINLY and not take((self,), (0,), answers, self.state):
-                return answers[0]
-            return self._carry_out(timeout, recover)
-
-    def is_answered(self, number: int, until: float | None) -> bool:
-        """Wait for the reply to a step or a plain reset; tell whether it is there.
-
-        The hot path calls this. False also means that the process has ended: :meth:`collect` waits once more, finds
-        that again, and notes the loss. With ``until`` nothing is done about the deadline of the request, either.
-        """
-        if until is not None and time.monotonic() >= until:
-            return False
-        if self.channel is None or self.segment.words[REQUEST] != number:  # recovered, and not asked again yet
-            return False
-        try:
-            return self._await(number, until, ends_overdue=until is None)
-        except Gone:
-            return False
-
-    def with_infos(self, number: int) -> Any:
-        """Return the plain answer with pickled infos; ``None`` if they cannot be read, which the slow path tells of."""
-        return self.answers.plain(self.segment, number)
-
-    def _await(self, number: int, until: float | None, *, ends_overdue: bool = True) -> bool:
-        channel = self.channel
-        assert channel is not None
-        try:
-            if not ends_overdue:
-                return channel.wait(number, until)
-            brief = self.pending.brief(self.state.request, number) if until is None else 0.0
-            if brief and channel.wait(number, time.monotonic() + brief):
-                return True
-            return self.pending.await_reply(channel, number, until, self.state.request)
-        except BaseException:
-            if self._closed:  # by a signal handler above this call, which has left the rest to it
-                self._release()
-            raise
-
-    def note_time(self) -> None:
-        """Note how long the pending request took, when a wait for it has ended; deadlines are found by that."""
-        if self.segment is not None:
-            self.pending.note_time(self.segment, self.state.request)
-
-    def _prepare_step(self, action: Any, waits: bool, touched: tuple[bool, ...] | None) -> None:
-        """Ask for a step where the worker is not simply waiting for one."""
+    def _send_any_step(self, action: Any, waits: bool, touched: tuple[bool, ...] | None) -> None:
+        """Send a step that the hot path has left: something else is to be done first, or some envs are left alone."""
         self.check("step", Kind.STEP)
         if self.maintenance.is_due:
             self._replace_if_due(resetting=False)
@@ -336,15 +283,15 @@ class Supervisor:
         if self.state.process is Process.READY:
             self._make_buffers()
             self.buffers.encode(number, action)
-            self.pending.begin_step()
+            self.pending.set_step()
         else:
             assert self.codec is not None
-            self.pending.begin_step_aside(number, action, self.codec)
-        if self._happen(Asked(Request(Kind.STEP, "step", waits, touched))) is Instruction.ASK:
+            self.pending.set_step_without_process(number, action, self.codec)
+        if self._commit(Asked(Request(Kind.STEP, "step", waits, touched))) is Instruction.ASK:
             self._publish()
 
     def send(self, name: str, message: Message, waits: bool = True) -> None:
-        """Publish a request that is not a step; a lost process is not waited for here.
+        """Send a request that is not a step; a lost process is not waited for here.
 
         Args:
             name: What the caller called, for messages.
@@ -352,7 +299,7 @@ class Supervisor:
             waits: The caller collects the answer in the same call.
         """
         with self.lock:
-            if message is BEGINNING and self.state.episode is Episode.ENDED and begin(self, waits):
+            if message is PLAIN_RESET and self.state.episode is Episode.ENDED and set_plain_reset(self, waits):
                 self._publish()
                 return
             request = request_of(name, message, waits)
@@ -364,12 +311,12 @@ class Supervisor:
             if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
                 self._replace_if_due(resetting=resets_all)
             if isinstance(message, Reset):
-                self.reporter.asked = message.seeds
+                self.reporter.seeds_asked = message.seeds
             if isinstance(message, Rollout):
                 message = replace(message, shown=self.position.shown(self.segment))
-            payload = b"" if message is BEGINNING else pack_message(message, name)
-            self.pending.begin(message, payload, self.pending.limit_of(request.kind, request.steps))
-            if self._happen(Asked(request)) is Instruction.ASK:
+            payload = b"" if message is PLAIN_RESET else pack_message(message, name)
+            self.pending.set_request(message, payload, self.pending.limit_of(request.kind, request.steps))
+            if self._commit(Asked(request)) is Instruction.ASK:
                 self._publish()
 
     def _make_buffers(self) -> None:
@@ -386,32 +333,102 @@ class Supervisor:
 
     def _slots_beginning(self, state: State) -> tuple[int, ...]:
         """Return the slots that begin their next episode in the pending step, which they take no other part in."""
-        return slots_between(state, self.position.ended(self.segment), self.rules) if state.skipped else ()
+        return slots_beginning(state, self.position.ended(self.segment), self.rules) if state.skipped else ()
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    def collect(self, timeout: float | None = None, recover: bool = True) -> Any:
+        """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
+
+        Args:
+            timeout: Seconds to wait for the process.
+            recover: Recover the envs of a lost process in this call; else :class:`RecoveryDue` is raised.
+
+        Raises:
+            WaitTimeout: The answer is not there within ``timeout``; the request stays pending.
+            EnvError: The env of a worker with one env raised.
+            WorkerLostError: The process was lost, and the policy says ``"raise"``, or its budget is spent.
+        """
+        with self.lock:
+            found: list[Any] = [MISSING]
+            if timeout is None and self.state in PLAIN_PENDING and not collect_plain((self,), (0,), found, self.state):
+                return found[0]
+            return self._run_until_answered(timeout, recover)
+
+    def resume(self) -> Any:
+        """Return the answer to the pending request; if none is pending, return the last answer again."""
+        with self.lock:
+            if self.state.request is not None:
+                return self.collect()
+            self._refuse_if_unusable("collect")
+            if isinstance(self.last_answer, BaseException):
+                raise self.last_answer
+            return self.last_answer
+
+    def is_answered(self, number: int, until: float | None) -> bool:
+        """Wait for the reply to a step or a plain reset; tell whether it is there.
+
+        The hot path calls this. False also means that the process has ended: :meth:`collect` waits once more, finds
+        that again, and handles the loss. With ``until`` nothing is done about the deadline of the request, either.
+        """
+        if until is not None and time.monotonic() >= until:
+            return False
+        if self.channel is None or self.segment.words[REQUEST] != number:  # recovered, and not asked again yet
+            return False
+        try:
+            return self._wait(number, until, ends_overdue=until is None)
+        except Gone:
+            return False
+
+    def with_infos(self, number: int) -> Any:
+        """Return the plain answer with pickled infos; ``None`` if they cannot be read, which the slow path tells of."""
+        return self.answers.plain_answer(self.segment, number)
+
+    def _wait(self, number: int, until: float | None, *, ends_overdue: bool = True) -> bool:
+        channel = self.channel
+        assert channel is not None
+        try:
+            if not ends_overdue:
+                return channel.wait(number, until)
+            brief = self.pending.brief_wait(self.state.request, number) if until is None else 0.0
+            if brief and channel.wait(number, time.monotonic() + brief):
+                return True
+            return self.pending.await_reply(channel, number, until, self.state.request)
+        except BaseException:
+            if self._closed:  # by a signal handler above this call, which has left the rest to it
+                self._release()
+            raise
+
+    def record_time(self) -> None:
+        """Record how long the pending request took, when a wait for it has ended, to find deadlines by that."""
+        if self.segment is not None:
+            self.pending.record_time(self.segment, self.state.request)
+
+    def wait_target(self) -> tuple[Channel, int, float] | None:
+        """Return what to wait for: channel, number of the request, and when ``collect()`` has something to do anyway.
+
+        ``None``: it has now. Does not wait.
+        """
+        with self.lock:
+            instruction, channel = instruction_of(self.state, self.rules), self.channel
+            if channel is not None and instruction is Instruction.ASK:
+                number = self.position.number + 1
+            elif channel is not None and instruction is Instruction.AWAIT_BUILD:
+                number = self._build_number
+            else:
+                return None
+            self.pending.set_found_deadline(self.state.request)
+            return channel, number, self.pending.due(channel, number, self.state.request)
+
+    def set_deadline(self, seconds: float) -> None:
+        """Set the deadline of the pending request: so many seconds from now, and so many in each further process."""
+        with self.lock:
+            self.pending.set_deadline(seconds, self.position.number + 1)
 
     # --- carrying out -----------------------------------------------------------------------------
 
-    def _happen(self, *events: Event, number: int = 0, answer: Any = None, read: Read | None = None) -> Instruction:
-        """Commit the state after these events, with an answer that has this number, if there is one, all or nothing.
-
-        An error for the caller is an answer, too. ``read``: what the answer has shown. Returns what to do next.
-        """
-        at, state, instruction = self.position, self.state, Instruction.NOTHING
-        for event in events:
-            state, instruction = decide(state, event, self.rules)
-            self.reporter.path.append((event, state))
-        if instruction in _RAISED:
-            assert self.loss_recovery is not None
-            number, answer = at.number + 2, self.loss_recovery.error(instruction, state, self.policy)
-        if not number:
-            self.state = state
-            return instruction
-        seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
-        # This line calls nothing: a signal handler runs before it, or after it.
-        self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
-        return instruction
-
-    def _carry_out(self, timeout: float | None, recover: bool) -> Any:
-        """Do what the state asks for until there is an answer."""
+    def _run_until_answered(self, timeout: float | None, recover: bool) -> Any:
+        """Carry out one instruction after the other until there is an answer, and return or raise it."""
         if timeout is not None:
             check_seconds("timeout", timeout, zero=True)
         self._refuse_if_unusable("collect")
@@ -427,7 +444,7 @@ class Supervisor:
                 raise RecoveryDue
             if instruction in _RAISED:
                 if instruction is Instruction.RAISE_POISON and request is not None and request.kind is Kind.RESET:
-                    self.give_up()  # it may end every process in which the env is as it was
+                    self._discard()  # it may end every process in which the env is as it was
                 break
             instruction = self._methods[instruction](self, until)
             self._refuse_if_unusable("collect")
@@ -438,86 +455,85 @@ class Supervisor:
             raise self.last_answer
         return self.last_answer
 
-    def _do_ask(self, until: float | None) -> Instruction:
-        """Publish the request and wait for its answer."""
-        number, state = self.position.number + 1, self.state
-        try:
-            self._publish()
-            if until is None and state.is_plain and not take((self,), (0,), [MISSING], state):
-                return Instruction.DELIVER  # as if no process had been lost
-            if not self._await(number, until):
-                raise WaitTimeout(
-                    f"{self.state.command}() has not answered in time. It is still running: wait again, or close()."
-                )
-            self._take(number)
-        except Gone as gone:  # is_answered() has swallowed it in take(): the channel raises it again in each wait
-            self._refuse_if_unusable("collect")
-            return self._lose(gone)
-        return Instruction.DELIVER
-
-    def _lose(self, gone: Gone) -> Instruction:
-        """Note that the process is lost; returns what the policy says."""
-        state, request, channel, number = self.state, self.state.request, self.channel, self.position.number + 1
-        assert channel is not None
-        if request is not None and request.is_plain_step:
-            self.pending.save(channel.segment, number)
-        self.position.journal.cut(number - 1)
-        before = self.loss_recovery
-        earlier = before.progress if before is not None and state.losses else None
-        parts = self.recoverer, self.reporter, self.pending, self.position.journal.memory
-        loss_recovery = LossRecovery(gone, channel, state, number, earlier, *parts, long_past=self._long_past)
-        self.loss_recovery = loss_recovery
-        instruction = self._happen(loss_recovery.event)
-        if gone.cause == "hung" and request is not None:
-            self.pending.note_hung(request, number, gone.slot)
-        if instruction is not Instruction.RECOVER:
-            self.drop()
-            if instruction is not Instruction.LAUNCH or self.codec is not None:  # else the envs are not built yet
-                loss_recovery.tell_dropped(instruction, self.state, self._slots_beginning(self.state))
-        return instruction
-
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that cannot be recovered."""
         if self.codec is None:
             return self._launch()
-        journal, build = self.position.journal, self.position.build.anew()
+        journal, build = self.position.journal, self.position.build.with_new_seeds()
         self.position.build = build  # first: another try draws other numbers
-        progress = self.recoverer.begin(planned=self.loss_recovery is None)
+        progress = self.recoverer.new_progress(planned=self.loss_recovery is None)
         try:
             revived = self.recoverer.bring_back(build, sources_of_new_envs(journal), progress)
         except Unrecoverable as why:
             self._refuse_if_unusable("collect")
-            error = self.last_answer = self.reporter.unbuilt(str(why), why.failure)  # also for a caller in a thread
-            if self._happen(BuildFailed()) is Instruction.TRUNCATE:
+            error = self.last_answer = self.reporter.build_error(str(why), why.failure)  # also for a caller in a thread
+            if self._commit(BuildFailed()) is Instruction.TRUNCATE:
                 return Instruction.TRUNCATE
             self.position.number += 2
             raise error from error.__cause__ or why.with_traceback(None)  # what env_fn raised, if it did
         self.take_over(revived)
-        return self._happen(Launched(), Built())
+        return self._commit(Launched(), Built())
 
     def _do_await_build(self, until: float | None) -> Instruction:
         """Wait until the envs are built for the first time."""
         assert self.channel is not None
         error = None  # raised below: its traceback must not keep the segment mapped as long as the caller keeps it
         try:
-            if not self._await(self._building, until):
+            if not self._wait(self._build_number, until):
                 raise WaitTimeout("initialize() has not answered in time. It is still running: wait again, or close().")
-            self.recoverer.await_build(self.position.build, self.channel, self._building, self.pending.until)
+            self.recoverer.await_build(self.position.build, self.channel, self._build_number, self.pending.until)
         except Gone as gone:
             self._refuse_if_unusable("initialize")
-            return self._lose(gone)
+            return self._handle_loss(gone)
         except RequestFailedError as failed:
             error = self.reporter.error_of(-1, failed.failure, "initialize")
         self._refuse_if_unusable("initialize")
         if error is not None:
-            self.drop()
-            self._happen(BuildFailed())
+            self._end_process()
+            self._commit(BuildFailed())
             raise error
         if self.loss_recovery is not None:
-            self.loss_recovery.tell("exact")
+            self.loss_recovery.report("exact")
             self.loss_recovery = None
-        self.take_over(Revived(self.channel, NewEnvs(), self.position.build, {}, self.recoverer.begin(planned=True)))
-        return self._happen(Built())
+        progress = self.recoverer.new_progress(planned=True)
+        self.take_over(Revived(self.channel, NewEnvs(), self.position.build, {}, progress))
+        return self._commit(Built())
+
+    def _do_ask(self, until: float | None) -> Instruction:
+        """Publish the request and wait for its answer."""
+        number, state = self.position.number + 1, self.state
+        try:
+            self._publish()
+            if until is None and state.is_plain and not collect_plain((self,), (0,), [MISSING], state):
+                return Instruction.DELIVER  # as if no process had been lost
+            if not self._wait(number, until):
+                raise WaitTimeout(
+                    f"{self.state.command}() has not answered in time. It is still running: wait again, or close()."
+                )
+            self._commit_reply(number)
+        except Gone as gone:  # is_answered() has swallowed it there: the channel raises it again in each wait
+            self._refuse_if_unusable("collect")
+            return self._handle_loss(gone)
+        return Instruction.DELIVER
+
+    def _handle_loss(self, gone: Gone) -> Instruction:
+        """Commit the loss of the process, and report it; return what the policy says to do."""
+        state, request, channel, number = self.state, self.state.request, self.channel, self.position.number + 1
+        assert channel is not None
+        if request is not None and request.is_plain_step:
+            self.pending.save_step(channel.segment, number)
+        self.position.journal.drop_after(number - 1)
+        earlier = self.loss_recovery.progress if self.loss_recovery is not None and state.losses else None
+        parts = self.recoverer, self.reporter, self.pending, self.position
+        self.loss_recovery = LossRecovery(gone, channel, state, earlier, *parts, long_past=self._long_past)
+        instruction = self._commit(self.loss_recovery.event)
+        if gone.cause == "hung" and request is not None:
+            self.pending.lengthen_after_hang(request, number, gone.slot)
+        if instruction is not Instruction.RECOVER:
+            self._end_process()
+            if instruction is not Instruction.LAUNCH or self.codec is not None:  # else the envs are not built yet
+                self.loss_recovery.report_without_recovery(instruction, self.state, self._slots_beginning(self.state))
+        return instruction
 
     def _do_recover(self, until: float | None) -> Instruction:
         """Recover the envs, or end their episodes."""
@@ -526,28 +542,28 @@ class Supervisor:
             assert self.channel is not None
             gone = self.channel.kill(detail=_INTERRUPTED)
             gone.detail, self._why_lost = self._why_lost or gone.detail, ""
-            return self._lose(gone)
+            return self._handle_loss(gone)
         try:
-            found, event = loss_recovery.recover(self.recoverer, self.position)
+            found, event = loss_recovery.recover()
         except BudgetSpentError:
-            return self._spend_budget()
+            return self._commit_budget_spent()
         self._refuse_if_unusable("collect")
         if found is None:
-            self.drop()  # there may be one that an earlier try has adopted
+            self._end_process()  # there may be one that an earlier try has adopted
         else:
             self.take_over(found, long_past=self.position.journal.can_be_shorter(found.plan))
-        before, loss_recovery.processes = self.state, self.state.losses
-        instruction = self._happen(event)
-        begun = self._slots_beginning(self.state)
-        loss_recovery.tell(*loss_recovery.outcome(event, instruction, before, self.state, begun))
+        before = self.state
+        instruction = self._commit(event)
+        beginning = self._slots_beginning(self.state)
+        loss_recovery.report(*loss_recovery.outcome(event, instruction, before, self.state, beginning))
         return instruction
 
-    def _spend_budget(self) -> Instruction:
-        """Note that no restart is left."""
+    def _commit_budget_spent(self) -> Instruction:
+        """Commit that no restart is left, and report it."""
         assert self.loss_recovery is not None
-        self.loss_recovery.tell("raised", "the budget of restarts is spent")
-        self.drop()
-        return self._happen(BudgetSpent())
+        self.loss_recovery.report("raised", "the budget of restarts is spent")
+        self._end_process()
+        return self._commit(BudgetSpent())
 
     def _do_truncate(self, until: float | None) -> Instruction:
         """End all episodes without asking a process."""
@@ -555,7 +571,7 @@ class Supervisor:
         assert self.state.request is not None
         answer = self.answers.truncation(self.segment, self.state.skipped)
         skipped, left_alone = dict(self.state.skipped), self.state.request.left_alone
-        instruction = self._happen(Replied(ended=True), number=self.position.number + 2, answer=answer)
+        instruction = self._commit(Replied(ended=True), number=self.position.number + 2, answer=answer)
         self.position.count_truncation(skipped, left_alone)
         return instruction
 
@@ -568,92 +584,81 @@ class Supervisor:
         Instruction.TRUNCATE: _do_truncate,
     }
 
-    # --- an answer --------------------------------------------------------------------------------
+    # --- committing an answer ---------------------------------------------------------------------
 
-    def _take(self, number: int) -> None:
-        """Read, journal, commit and count the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
+    def _commit(self, *events: Event, number: int = 0, answer: Any = None, read: Reply | None = None) -> Instruction:
+        """Commit the state after these events, with an answer that has this number, if there is one, all or nothing.
+
+        An error for the caller is an answer, too. ``read``: what the answer has shown. Returns what to do next.
+        """
+        at, state, instruction = self.position, self.state, Instruction.NOTHING
+        for event in events:
+            state, instruction = decide(state, event, self.rules)
+            self.reporter.transitions.append((event, state))
+        if instruction in _RAISED:
+            assert self.loss_recovery is not None
+            number, answer = at.number + 2, self.loss_recovery.error(instruction, state, self.state.losses, self.policy)
+        if not number:
+            self.state = state
+            return instruction
+        seen, rows = (at.seen, at.pickled_rows) if read is None else (read.seen, read.pickled_rows)
+        # This line calls nothing: a signal handler runs before it, or after it.
+        self.last_answer, at.seen, at.pickled_rows, at.number, self.state = answer, seen, rows, number, state
+        return instruction
+
+    def _commit_reply(self, number: int) -> None:
+        """Read, record, commit and count the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
         state, channel, position, loss_recovery = self.state, self.channel, self.position, self.loss_recovery
         request = state.request
         assert request is not None
         assert channel is not None
         if request.steps:
-            self._take_rollout(number)
+            self._commit_rollout(number)
             return
         lost = None if loss_recovery is None else partial(self.reporter.lost_error, loss_recovery.loss)
         is_step = request.kind is Kind.STEP
         message = None if is_step else self.pending.message
         payload = self.pending.payload_of(channel.segment, number, request)
-        read = self.answers.take(channel, number, state, message, payload, lost)
+        read = self.answers.read_reply(channel, number, state, message, payload, lost)
         if state.skipped and not position.build.verbatim and not read.failed:
-            self.maintenance.note_guilty(state, position.ended(channel.segment))
+            self.maintenance.mark_for_rebuild(state, position.ended(channel.segment))
         if read.entry:
-            position.journal.log(number, read.entry, read.call)
-        self._happen(Replied(ended=read.ended, failed=read.failed), number=read.last, answer=read.answer, read=read)
+            position.journal.record(number, read.entry, read.call)
+        self._commit(Replied(ended=read.ended, failed=read.failed), number=read.last, answer=read.answer, read=read)
         if read.truncated_errors:
-            self.reporter.truncated_errors(read.truncated_errors.items(), channel.pid)
+            self.reporter.report_truncated_errors(read.truncated_errors.items(), channel.pid)
         if is_step:
             position.count_step(read.answer, channel.segment, number, request.left_alone)
         elif isinstance(message, Reset) and not read.failed:
-            position.count_reset(message.begun, number)
+            position.count_reset(message.seed_by_slot, number)
         # Between other requests the numbers of steps may all be odd ones, and none the 64th.
         if not is_step or read.ended or not position.number & SAMPLE or self.answers.points_in == number:
             self.apply_limits(number)
 
-    def _take_rollout(self, number: int) -> None:
-        """Read, journal, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
+    def _commit_rollout(self, number: int) -> None:
+        """Read, record, commit and count the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
         channel, position, message = self.channel, self.position, self.pending.message
         assert channel is not None
         assert isinstance(message, Rollout)
         if self._rollout_reader is None:
             self._rollout_reader = RolloutReader(self.answers, position)
-        reply = self._rollout_reader.take(channel, number, message, self.state.skipped)
-        position.journal.log_all(number, reply.entries)
-        position.show(channel.segment, reply.shown)
+        reply = self._rollout_reader.read_reply(channel, number, message, self.state.skipped)
+        position.journal.record_rollout(number, reply.entries)
+        position.set_shown(channel.segment, reply.shown)
         channel.segment.banks[number & 1].skipped[:] = 0
-        self._happen(Replied(ended=reply.is_over), number=position.seen, answer=reply.answer)
-        self.reporter.truncated_errors(reply.truncated_errors, channel.pid)
+        self._commit(Replied(ended=reply.is_over), number=position.seen, answer=reply.answer)
+        self.reporter.report_truncated_errors(reply.truncated_errors, channel.pid)
         position.count_rollout(reply.steps, reply.ends)
         self.apply_limits(number, reply.replay_points)
 
     def count_plain(self, answer: Any, number: int, meaning: int) -> None:
         """Count a plain answer, if there is more to count than a step, and see what is due."""
-        if meaning == BEGINS:  # a single env was reset
+        if meaning == hot_path.BEGINS:  # a single env was reset
             self.position.count_reset({0: None}, number)
         else:
             self.position.count_step(answer, self.segment, number)
         if not number & SAMPLE or self.answers.points_in == number or self.maintenance.recycling.wanted:
             self.apply_limits(number)
-
-    def resume(self) -> Any:
-        """Return the answer to the pending request; if none is pending, return the last answer again."""
-        with self.lock:
-            if self.state.request is not None:
-                return self.collect()
-            self._refuse_if_unusable("collect")
-            if isinstance(self.last_answer, BaseException):
-                raise self.last_answer
-            return self.last_answer
-
-    def waiting(self) -> tuple[Channel, int, float] | None:
-        """Return the channel to wait for, the number of the request, and when ``collect()`` has something to do anyway.
-
-        ``None``: it has now. Does not wait.
-        """
-        with self.lock:
-            instruction, channel = instruction_of(self.state, self.rules), self.channel
-            if channel is not None and instruction is Instruction.ASK:
-                number = self.position.number + 1
-            elif channel is not None and instruction is Instruction.AWAIT_BUILD:
-                number = self._building
-            else:
-                return None
-            self.pending.find_limit(self.state.request)
-            return channel, number, self.pending.due(channel, number, self.state.request)
-
-    def bound(self, seconds: float) -> None:
-        """Give the pending request a deadline: so many seconds from now, and so many in each further process."""
-        with self.lock:
-            self.pending.bound(seconds, self.position.number + 1)
 
     # --- the present process ----------------------------------------------------------------------
 
@@ -682,19 +687,19 @@ class Supervisor:
             show(self.answers.spaces_in(spaces))
 
     def take_over(self, revived: Revived, *, long_past: bool = False) -> None:
-        """Go on with a process in which the envs are back, and end the one before. Every way back ends here."""
+        """Take over a process in which the envs are back, and end the one before. Every way back ends here."""
         if self.codec is None:
             self._lay_out()
         position, channel, old = self.position, revived.channel, self.channel
         code = self.recoverer.code.shared(channel.code) if channel.code else revived.build.code
         position.build = replace(revived.build, code=code)
-        revived.note_in(position.journal, position.number)
+        revived.record_source(position.journal, position.number)
         position.move_to(channel.segment, self.segment)
         self.answers.points_in, self._long_past = 0, long_past
         self.channel, self.segment, self.buffers = channel, channel.segment, None  # made for the first request
-        self.recoverer.handed_over()
+        self.recoverer.mark_owned()
         if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:  # else there is nothing to begin anew
-            self.maintenance.begin(revived.progress.replayed, is_over=self.is_between_episodes())
+            self.maintenance.restart_counts(revived.progress.replayed, is_over=self.is_between_episodes())
         channel.prefer(self.core, sharing=self._sharing)
         channel.envs, channel.patience = self._envs, self.deadlines.close
         if old is not None and old is not channel:
@@ -707,24 +712,24 @@ class Supervisor:
         if self.channel is not None:
             self.channel.prefer(core, sharing=sharing)
 
-    def drop(self) -> None:
+    def _end_process(self) -> None:
         """End the process; its segment stays, with what the caller saw last."""
         if self.channel is not None:
             self.channel.kill()
             self.channel.release(keep_memory=True)
 
-    def give_up(self) -> None:
-        """End the process; the envs' episode is given up too."""
-        self.drop()
+    def _discard(self) -> None:
+        """End the process, and the episodes of its envs."""
+        self._end_process()
         self.loss_recovery = None
         if self.state.process is not Process.NONE:
-            self._happen(Discarded())
+            self._commit(Discarded())
 
     def discard(self) -> None:
         """End the process, whatever state the envs are in: the next reset begins in a new one."""
         with self.lock:
             self.check("discard")
-            self.give_up()
+            self._discard()
 
     # --- by plan ----------------------------------------------------------------------------------
 
@@ -741,14 +746,16 @@ class Supervisor:
         channel, position = self.channel, self.position
         if channel is not None:
             self.recoverer.losses.seconds += position.count_time(channel.segment)
-            self.recoverer.tell_losses(channel)
-            position.note_replay_points(self.answers.points if number and self.answers.points_in == number else points)
+            self.recoverer.write_loss_interval(channel)
+            position.record_replay_points(
+                self.answers.points if number and self.answers.points_in == number else points
+            )
             position.journal.apply_limits(position.seconds, channel.segment.words)
             if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:
-                self.maintenance.look(channel, partial(self.may_begin_anew, resetting=resetting))
-            self.pending.learn()
+                self.maintenance.update_due(channel, partial(self.may_build_new_envs, resetting=resetting))
+            self.pending.find_deadlines()
 
-    def may_begin_anew(self, *, resetting: bool) -> bool:
+    def may_build_new_envs(self, *, resetting: bool) -> bool:
         """Tell whether new envs may replace all; ``resetting``: the next request resets all."""
         return self.maintenance.takes_new_envs and (resetting or self.is_between_episodes())
 
@@ -763,17 +770,17 @@ class Supervisor:
         """Replace the process: with new envs if ``is_anew``, else if they can be replayed."""
         plan = Replacement(self.recoverer, self.position, self.maintenance, self.reporter, is_anew=is_anew)
         try:
-            generators = self.ask_aside(GetGenerators(plan.anew)) if plan.anew else {}
+            generators = self.ask_aside(GetGenerators(plan.new_slots)) if plan.new_slots else {}
         except (MultienvError, RequestFailedError) as error:
             if self.state.process is Process.NONE and not self.state.pending_truncations:
                 raise  # the policy says so; the caller's request has no envs to go to
-            plan.tell_lost(error)
+            plan.report_lost(error)
             return
         before, channel = self.state, self.channel
         assert channel is not None
-        has_asked = bool(channel.segment.words[ASKED])
+        has_asked = bool(channel.segment.words[ASKED_OUTSIDE])
         if plan.ends_first:
-            self.count_as_lost_meanwhile()
+            self.mark_lost_meanwhile()
             self.closing.end(channel, *self.closing.time(), keep_memory=True)
         try:
             revived = plan.bring_back(generators, has_asked=has_asked)
@@ -784,15 +791,15 @@ class Supervisor:
             self._why_lost = plan.put_off(reason)
             return
         self._refuse_if_unusable("step")
-        self.count_as_lost_meanwhile()
+        self.mark_lost_meanwhile()
         self.take_over(revived)
         self.state = before
-        plan.tell(revived.source)
+        plan.report(revived.source)
 
     def _replace_if_due(self, *, resetting: bool) -> None:
         """Replace the process if that is due; ``resetting``: the next request resets all envs."""
         maintenance = self.maintenance
-        is_anew = self.may_begin_anew(resetting=resetting)
+        is_anew = self.may_build_new_envs(resetting=resetting)
         is_due = maintenance.recycling_due and (maintenance.is_due or is_anew)
         if self.state.process is Process.READY and (maintenance.needs_rebuild or is_due):
             self._replace(is_anew=is_anew)
@@ -809,7 +816,7 @@ class Supervisor:
                 raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
             try:
                 obstacle = self.ask_aside(KeepSnapshot(token, self.position.number))
-                where = checkpoint.where_of(self.position, self.state, self.segment)
+                where = checkpoint.dump_position(self.position, self.state, self.segment)
                 snapshot = checkpoint.Snapshot(token, where, self._kept, self.reporter.env_in(-1))
             except BaseException:
                 sometimes("a snapshot is broken off while it is taken")
@@ -827,32 +834,32 @@ class Supervisor:
             self.check("restore")
             self._kept.check(snapshot)
             # First: else this process is the parent of the woken one, and the monitor does not see that one end.
-            self.give_up()
+            self._discard()
             self._return_to(snapshot.position, snapshot.token)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it takes to go on from here in another trainer: plain data. Raises UsageError."""
         with self.lock:
             self.check("state_dict")
-            where = checkpoint.where_of(self.position, self.state, self.segment)
-            return checkpoint.packed(where, self.position.journal)
+            where = checkpoint.dump_position(self.position, self.state, self.segment)
+            return checkpoint.pack_state(where, self.position.journal)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called, in a new process. Raises UsageError, NotRestoredError."""
         with self.lock:
             self.check("load_state_dict")
-            self._return_to(checkpoint.unpacked(state, self.position.journal, self.rules.slots))
+            self._return_to(checkpoint.unpack_state(state, self.position.journal, self.rules.slots))
 
     def _return_to(self, where: Mapping[str, Any], token: int | None = None) -> None:
         """Go on where a worker stood; ``token``: of the process that was frozen there."""
         position = self.position
-        revived = checkpoint.brought_back(self.recoverer, where, position, self.reporter, token)
+        revived = checkpoint.bring_back_to(self.recoverer, where, position, self.reporter, token)
         self._refuse_if_unusable("restore")
-        self.give_up()
+        self._discard()
         spaces = position.spaces
         position.load(where)
         self.take_over(revived)
-        position.show(revived.channel.segment, where["shown"])
+        position.set_shown(revived.channel.segment, where["shown"])
         if position.spaces != spaces:
             self._set_spaces(position.spaces)
         self.state = checkpoint.state_at(where)
@@ -869,29 +876,29 @@ class Supervisor:
                     raise self.last_answer from None
             before, channel = self.state, self.channel
             assert channel is not None
-            self.pending.begin(message, b"", ASIDE)
-            self.count_as_lost_meanwhile()
+            self.pending.set_request(message, b"", ASIDE)
+            self.mark_lost_meanwhile()
             try:
                 answer = self.recoverer.ask(channel, message, self.pending.until)
             except Gone as gone:
                 sometimes("a process is lost while it is asked for a snapshot")
-                instruction = self._lose(gone)
+                instruction = self._handle_loss(gone)
                 if instruction is not Instruction.RECOVER:
                     raise self.last_answer from None
             else:
                 self.state = before
                 return answer
 
-    def count_as_lost(self, *, keeps_request: bool) -> None:
-        """Count the process as lost if a request is pending, for which see :class:`Interrupted`."""
+    def mark_lost(self, *, keeps_request: bool) -> None:
+        """Mark the process as lost if a request is pending; ``keeps_request``: see :class:`Interrupted`."""
         with self.lock:
             if self.state.request is not None:
                 if self.state.process is Process.READY:  # else it is lost already, and its envs are recovered next
                     self.loss_recovery = None
-                self._happen(Interrupted(keeps_request))
+                self._commit(Interrupted(keeps_request))
 
-    def count_as_lost_meanwhile(self) -> None:
-        """Commit, for a while, the state of a worker whose envs are recovered next: an exception leaves it so."""
+    def mark_lost_meanwhile(self) -> None:
+        """Mark the process as lost until another state is committed: an exception in between leaves it so."""
         self.loss_recovery = None
         self.state = decide(self.state, Interrupted(), self.rules)[0]
 
@@ -939,7 +946,7 @@ class Supervisor:
                 if mine or not self.lock.acquire(timeout=min(limit, SOON)):
                     self.reporter.events.append((lambda _: self.close(0.0), None))  # when that call is done
                     return
-            self._end(limit, until)  # again does nothing, unless it was interrupted
+            self._close_process(limit, until)  # again does nothing, unless it was interrupted
             self.reporter.log_rest()
             self._release()
         finally:
@@ -949,10 +956,10 @@ class Supervisor:
                 except RuntimeError:
                     pass
 
-    def _end(self, limit: float, until: float) -> None:
-        """Have a process close its envs and end, once it has answered what is pending; kill it if it does not."""
+    def _close_process(self, limit: float, until: float) -> None:
+        """End a process by a request to close its envs, after the answer to the pending one; else kill it."""
         channel, state, number = self.channel, self.state, self.position.number + 1
-        self._happen(Closed())
+        self._commit(Closed())
         if channel is None or state.process is Process.NONE:
             return
         try:
@@ -980,7 +987,7 @@ class Supervisor:
 
     def _release(self) -> None:
         """Release the process, snapshots, and what keeps memory mapped."""
-        self._happen(Closed())
+        self._commit(Closed())
         self._kept.free_all()
         self.reporter.reports.drop()
         channel, self.seeds = self.channel, None

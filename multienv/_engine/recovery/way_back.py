@@ -10,8 +10,8 @@ are counted by the request in which they happen. Too many at one request, and th
 that has died is followed by the newest copy of it. Copies are forked on the way then, and what was repeated before the
 newest one is not repeated again: so a stretch in which many processes die by chance is passed in the end.
 
-How often a request may be tried (``Losses``) and how many restarts a worker has (``RestartBudget``) stand here, too:
-clock and dice are given. What counts as poison follows from both, and is decided in ``state_machine``.
+How often a request may be tried (``LossStatistics``) and how many restarts a worker has (``RestartBudget``) is decided
+here, too: clock and dice are given. What counts as poison follows from both, in ``state_machine``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from multienv._engine.processes.channel import Channel
 from multienv._engine.recovery.journal import Journal, Plan
-from multienv._engine.recovery.state_machine import LOSSES, POISON_AFTER
+from multienv._engine.recovery.state_machine import MOST_LOSSES, POISON_AFTER
 from multienv._engine.sometimes import sometimes
 from multienv.config import RestartPolicy
 from multienv.events import RecoveryMethod
@@ -108,7 +108,7 @@ def sources_by_plan(journal: Journal, generators: Mapping[int, bytes]) -> list[S
         journal: Of the worker.
         generators: Slot → state of its random generators, of the envs that are to be new ones.
     """
-    return [*map(Replayed, journal.plans(near=True, anew=generators))]
+    return [*map(Replayed, journal.plans(near=True, new_slots=generators))]
 
 
 def sources_of_new_envs(journal: Journal) -> list[Source]:
@@ -201,14 +201,14 @@ class WayRules:
         slots: Number of envs.
         tries: Processes that one request may end before the source is given up.
         replay_limit: Seconds of a replay while the old process still runs: it is tried once; 0.0: that is gone.
-        anew: Slots whose envs are new ones, and need not match.
+        new_slots: Slots whose envs are new ones, and need not match.
         takes_some: The last replay is taken if at least one slot of it is as it was; else only if all are.
     """
 
     slots: int
     tries: int
     replay_limit: float = 0.0
-    anew: Collection[int] = ()
+    new_slots: Collection[int] = ()
     takes_some: bool = False
 
 
@@ -219,13 +219,13 @@ class Way:
     Attributes:
         sources: What is left to try; the first one is being tried.
         reason: Why the last one failed.
-        setback: Why a snapshot did not bring the envs back; ``""``: it did, or was not tried.
+        snapshot_failure: Why a snapshot did not bring the envs back; ``""``: it did, or was not tried.
         deaths: Deaths in this source: request and whether it was from outside → number.
     """
 
     sources: tuple[Source, ...]
     reason: str
-    setback: str = ""
+    snapshot_failure: str = ""
     deaths: tuple[tuple[tuple[int, bool], int], ...] = ()
 
     @property
@@ -247,14 +247,14 @@ def decide_way(way: Way, event: WayEvent, rules: WayRules) -> tuple[Way, WayInst
             return way, TakeOver(event.mismatches)
         sometimes("what follows a woken snapshot differs", isinstance(source, NewestSnapshot))
         sometimes("a replay differs, and another one is tried", isinstance(source, Replayed) and not is_last)
-        after = _left(way, next(iter(event.mismatches.values())))
+        after = _to_next_source(way, next(iter(event.mismatches.values())))
     elif isinstance(event, Died):
         after = _after_death(way, event, rules)
     elif isinstance(event, NothingBuilt):
         frozen = tuple(one for one in way.sources[1:] if not isinstance(one, _BUILT))
         after = replace(way, sources=frozen, reason=event.reason, deaths=())
     else:
-        after = _left(way, event.reason)
+        after = _to_next_source(way, event.reason)
     return after, after.next
 
 
@@ -262,10 +262,10 @@ def _is_taken(source: Source, mismatches: Mapping[int, str], rules: WayRules, *,
     """Tell whether envs that came back are taken."""
     if isinstance(source, Replayed) and rules.takes_some and is_last:
         return len(mismatches) < rules.slots
-    return mismatches.keys() <= set(rules.anew)
+    return mismatches.keys() <= set(rules.new_slots)
 
 
-def _left(way: Way, reason: str) -> Way:
+def _to_next_source(way: Way, reason: str) -> Way:
     """Return the way with the next source; one that is not there leaves no reason behind."""
     is_snapshot = not isinstance(way.sources[0], _BUILT)
     return replace(
@@ -273,7 +273,7 @@ def _left(way: Way, reason: str) -> Way:
         sources=way.sources[1:],
         deaths=(),
         reason=way.reason if is_snapshot else reason or way.reason,
-        setback=(reason or way.setback) if is_snapshot else way.setback,
+        snapshot_failure=(reason or way.snapshot_failure) if is_snapshot else way.snapshot_failure,
     )
 
 
@@ -287,28 +287,28 @@ def _after_death(way: Way, event: Died, rules: WayRules) -> Way:
     counted = Counter(dict(way.deaths)) + Counter([(event.request, event.outside)])
     way = replace(way, deaths=tuple(sorted(counted.items())))
     if isinstance(source, NewEnvs):
-        goes_on = event.outside and counted[event.request, True] < LOSSES
+        goes_on = event.outside and counted[event.request, True] < MOST_LOSSES
         sometimes("a repeated call ends the process of new envs", not goes_on)
         sometimes("the process of new envs is killed from outside while calls are repeated", goes_on)
         return way if goes_on else replace(way, sources=(NewEnvs(),), deaths=())
     if isinstance(source, Replayed):
         sometimes("a replay ends its process")
         reason = _too_many(counted, event, rules)
-        if not reason and others and counted.total() >= LOSSES:
+        if not reason and others and counted.total() >= MOST_LOSSES:
             # An env that crashes so often by chance will hardly come to the end of a long replay: try a shorter one.
             reason = f"{counted.total()} processes ended in its replay"
         if not reason and event.late:
             reason = "its replay took too long (see Deadlines.recovery)"
-        return _left(way, reason) if reason else way
+        return _to_next_source(way, reason) if reason else way
     reason, copy = _too_many(counted, event, rules), event.copy
     if reason or copy is None or not isinstance(source, NewestSnapshot):
-        return _left(way, reason)
+        return _to_next_source(way, reason)
     repeated, here = source.plan.requests - copy.plan.requests, (event.request, event.outside)
     if repeated > source.plan.repeated:
         sometimes("a woken snapshot fails, and a copy goes on that it has forked on its way")
         counted = Counter({here: counted[here]})
-    elif counted.total() >= LOSSES:
-        return _left(way, "")
+    elif counted.total() >= MOST_LOSSES:
+        return _to_next_source(way, "")
     sometimes("a woken snapshot is killed before it is handed over", event.outside)
     sometimes("a woken snapshot fails by chance in a request that it repeats", not event.outside)
     every = max(1, copy.plan.requests >> (counted.total() + 1))
@@ -319,7 +319,7 @@ def _after_death(way: Way, event: Died, rules: WayRules) -> Way:
 def _too_many(counted: Counter[tuple[int, bool]], event: Died, rules: WayRules) -> str:
     """Return why a source is given up if too many processes died at this request, else ``""``."""
     deaths = counted[event.request, event.outside]
-    if deaths < (LOSSES if event.outside else rules.tries):
+    if deaths < (MOST_LOSSES if event.outside else rules.tries):
         return ""
     where = "when their replay was over" if event.request == -1 else f"while running request {event.request + 1} of its"
     return f"{deaths} processes ended {where}{'' if event.request == -1 else ' replay'}"
@@ -352,7 +352,7 @@ class RecoveryProgress:
         is_exact: The recovery counts as exact; else as replayed.
         changed: Says that the code has changed since the lost process imported it; ``""``: not as far as is known.
         doing: What it waits for, in words.
-        setback: Why the snapshot did not recover the envs; ``""``: it did, or was not tried.
+        snapshot_failure: Why the snapshot did not recover the envs; ``""``: it did, or was not tried.
         since: When the first process was lost with the same request, seconds of the clock.
         tries: How many processes a request may end, the pending one or one that is repeated, before it is given up.
     """
@@ -369,12 +369,12 @@ class RecoveryProgress:
     is_exact: bool = True
     changed: str = ""
     doing: str = ""
-    setback: str = ""
+    snapshot_failure: str = ""
     since: float = 0.0
     tries: int = POISON_AFTER
 
 
-class Losses:
+class LossStatistics:
     """Counts the losses of all workers of a call: tells how often they come, and whether by chance.
 
     Attributes:
@@ -395,8 +395,8 @@ class Losses:
         """
         return max(_LEAST_MEAN, (self.seconds - self._times[0]) / (len(self._times) - 1)) if self.count else 0.0
 
-    def begin(self, progress: RecoveryProgress, before: RecoveryProgress | None, kind: Hashable, limit: float) -> None:
-        """Note a loss, and how often its request may be tried.
+    def record(self, progress: RecoveryProgress, before: RecoveryProgress | None, kind: Hashable, limit: float) -> None:
+        """Record a loss, and decide how often its request may be tried.
 
         A request that always ends its process (poison) is given up soon. If most of those that ended one went through
         when they were repeated, it is chance: then there are more tries, but none begins later than after ``limit``.
@@ -437,7 +437,7 @@ class RestartBudget:
         self._in_a_row = 0
         self._answered = -1
 
-    def admit(self, now: float, answered: int) -> float | None:
+    def charge(self, now: float, answered: int) -> float | None:
         """Return the seconds to wait before a restart that begins ``now``; ``None``: no restart is left.
 
         Args:

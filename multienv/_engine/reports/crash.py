@@ -157,7 +157,7 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
     setting = build.setting and replace(build.setting, environment={}, authkey=b"")
     build = replace(build, setting=setting)
     if not isinstance(build.env_fns, bytes):  # a SharedPickle
-        build = replace(build, env_fns=build.env_fns.whole(_MOST_ENV_FNS))
+        build = replace(build, env_fns=build.env_fns.without_file(_MOST_ENV_FNS))
     if len(build.env_fns) > _MOST_ENV_FNS:
         build = replace(build, env_fns=b"")  # a replay asks for --env
     report = Report(path, loss, case.deadline, case.layout, case.replays(), case.pending, build)

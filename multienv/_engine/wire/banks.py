@@ -42,7 +42,7 @@ LENGTH = struct.Struct("<I")
 # Kinds of request.
 STEP = 1
 MESSAGE = 2  # a pickled message in the payload
-BEGIN = 3  # a reset of all envs, without seed and options: as cheap as a step
+RESET = 3  # a reset of all envs, without seed and options: as cheap as a step
 
 # Added to the action tag: a slot is skipped.
 SKIPPED = 0x80
@@ -212,7 +212,7 @@ def entry_of(bank: Bank, request_payload: bytes, evidence: bytes) -> bytes:
 def is_plain(record: bytes | bytearray | memoryview) -> bool:
     """Tell whether an entry is a step, or a reset, without payload: its length is that of the record."""
     kind, tag, reply_kind, flags = record[:4]
-    is_laid_out = kind == BEGIN or (kind == STEP and tag & ~SKIPPED != 0)
+    is_laid_out = kind == RESET or (kind == STEP and tag & ~SKIPPED != 0)
     return is_laid_out and reply_kind == STEPPED and not flags & PICKLED_ROWS
 
 
@@ -222,7 +222,7 @@ def _is_head_alone(record: bytes) -> bool:
 
 
 def split_entries(data: bytes | bytearray | memoryview, end: int) -> Iterator[Entry]:
-    """Take journal entries apart; ``end`` is the length of the record (``BankLayout.end``).
+    """Split journal entries; ``end`` is the length of the record (``BankLayout.end``).
 
     Raises:
         ValueError: The last entry is cut short.

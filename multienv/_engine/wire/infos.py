@@ -147,14 +147,14 @@ class InfoPacker:
             types = list(map(type, values))
             if not _STRINGS.issuperset(map(type, keys)):
                 return b""
-            if (keys != self._keys or types != self._types) and not self._learn(dicts[0], keys, types):
+            if (keys != self._keys or types != self._types) and not self._set_columns(dicts[0], keys, types):
                 return b""
             assert self.columns is not None
             return self.columns[3] + self._pack(*values)
         except Exception:  # also a number of more than 64 bits
             return b""
 
-    def _learn(self, first: Mapping[str, Any], keys: list[str], types: list[type]) -> bool:
+    def _set_columns(self, first: Mapping[str, Any], keys: list[str], types: list[type]) -> bool:
         own, names = types[: len(first)], tuple(first)
         # No key is twice in a dict: where all come again in the same order, each dict has them once.
         if keys != [*names] * self._slots or types != own * self._slots or not NUMBERS.issuperset(own):

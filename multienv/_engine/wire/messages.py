@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from multienv._engine.wire.banks import BEGIN
+from multienv._engine.wire.banks import RESET
 from multienv._engine.wire.reducers import pickled
 from multienv.errors import UsageError
 
@@ -101,7 +101,7 @@ class Build:
     generators: Mapping[int, bytes] = field(default_factory=dict)
     code: bytes = b""
 
-    def anew(self) -> Build:
+    def with_new_seeds(self) -> Build:
         """Return the request that builds other envs, which draw other numbers."""
         seeds = None if self.seeds is None else seeds_from(*self.seeds)
         return replace(self, seeds=seeds, draws=tuple(draw + 1 for draw in self.draws), generators={})
@@ -166,18 +166,18 @@ class Reset:
         return self.mask is None or self.mask[slot]
 
     @property
-    def begun(self) -> dict[int, int | None]:
+    def seed_by_slot(self) -> dict[int, int | None]:
         """Return the seeds of the slots that this resets."""
         return {slot: seed for slot, seed in enumerate(self.seeds) if self.touches(slot)}
 
 
 # The reset of a single env that carries nothing: it travels as a kind of request of its own, without payload.
-BEGINNING = Reset((None,), (None,))
+PLAIN_RESET = Reset((None,), (None,))
 
 
 def reset_of_one(seed: int | None, options: Any) -> Reset:
     """Return the reset of a worker with one env."""
-    return BEGINNING if seed is None and options is None else Reset((seed,), (options,))
+    return PLAIN_RESET if seed is None and options is None else Reset((seed,), (options,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +364,7 @@ class Failure:
 
 def pack_message(message: Message, name: str = "") -> bytes:
     """Return the payload of a message. Raises UsageError if it cannot be pickled; ``name``: of the caller's call."""
-    if message is BEGINNING:
+    if message is PLAIN_RESET:
         return b""
     return call_user_code(
         lambda: dumps(message),
@@ -380,13 +380,13 @@ _LENGTH, _RESET = 11, pickle.dumps(Reset, protocol=5)[11:-1]
 
 def is_reset(kind: int, payload: bytes) -> bool:
     """Tell whether a request is a reset; nothing is unpickled, which would run code of the user."""
-    return kind == BEGIN or payload.startswith(_RESET, _LENGTH)
+    return kind == RESET or payload.startswith(_RESET, _LENGTH)
 
 
 def message_of(kind: int, payload: bytes) -> Message:
     """Return the message of a request that is not a step; unpickling runs code of the user."""
-    if kind == BEGIN:
-        return BEGINNING
+    if kind == RESET:
+        return PLAIN_RESET
     message: Message = pickle.loads(payload)
     return message
 

@@ -60,7 +60,7 @@ STEP_SECONDS = 59  # float64: env time of a step without resets in it, smoothed;
 RESIDENT = 60  # its resident memory in bytes, where its process is on another machine; 0: ask the system (relay)
 SNAPSHOT = 61  # number of the last request executed in its newest forked snapshot; 0: there is none (worker)
 OTHER_SECONDS = 62  # float64: time that resets and recorded calls have taken, all together (worker)
-ASKED = 63  # number of the last request in which an env asked outside, as Python tells; 0: in none (worker)
+ASKED_OUTSIDE = 63  # number of the last request in which an env asked outside, as Python tells; 0: in none (worker)
 SNAPSHOT_SECONDS = 64  # float64: time of the envs between two snapshots, at present (worker)
 SHARED = 65  # 1: the first byte on the wake socket brings the file that the workers share (trainer)
 
@@ -140,7 +140,7 @@ class Segment:
         self.words[BANK_SIZE] = layout.size
         self.layout, self.banks = layout, banks
 
-    def aside(self) -> Segment:
+    def with_private_banks(self) -> Segment:
         """Return a segment of this process alone with the same layout and, shared with this one, the control words."""
         aside = Segment(-1)
         aside.words, aside.times = self.words, self.times

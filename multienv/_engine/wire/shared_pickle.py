@@ -120,7 +120,7 @@ class SharedPickle:
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedPickle, (self.data, self.places)
 
-    def handed(self) -> int:
+    def sealed_descriptor(self) -> int:
         """Return the descriptor of the file, to be handed to a worker; from now on the file does not change.
 
         Raises ClosedError after :meth:`close`.
@@ -143,11 +143,11 @@ class SharedPickle:
         parts: list[Any] = [mapped_file(descriptor, size, offset, mmap.MAP_PRIVATE) for offset, size in self.places]
         return _unpickled(*self._split(parts))
 
-    def again(self) -> SharedPickle:
+    def copy(self) -> SharedPickle:
         """Return a second object for the same parts; it keeps the file open until nothing refers to it."""
         return SharedPickle(self.data, self.places, self._file)
 
-    def whole(self, most: int) -> bytes:
+    def without_file(self, most: int) -> bytes:
         """Return a pickle of the same value that needs no file, in the trainer.
 
         ``b""``: it has more bytes than ``most``, or the file is closed.
@@ -197,7 +197,7 @@ def share(data: bytes, buffers: Sequence[memoryview]) -> SharedPickle:
         return SharedPickle(data, made.place_all(parts) or (), made)
 
 
-def _forget() -> None:
+def _close_in_child() -> None:
     """Close the copies of the files in a forked child of the trainer, where a thread may have held the lock."""
     global _lock
     _lock = Lock()
@@ -207,4 +207,4 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multienv._engine.native import native
-from multienv._engine.wire.segment import ASKED, BUSY, PID, SHARED_NAME, SLOT
+from multienv._engine.wire.segment import ASKED_OUTSIDE, BUSY, PID, SHARED_NAME, SLOT
 
 # Why there is no snapshot; control word OBSTACLE is an index.
 OBSTACLES = (
@@ -253,7 +253,7 @@ _CACHE = "__pycache__"  # of a module that is imported for the first time
 
 
 class AskedOutside:
-    """Notes in the control word ``ASKED`` in which request the envs of this process asked outside last.
+    """Notes in the control word ``ASKED_OUTSIDE`` in which request the envs of this process asked outside last.
 
     Args:
         words: The control words.
@@ -268,7 +268,7 @@ class AskedOutside:
     def move(self, words: Any) -> None:
         """Go on with other control words: this process is a snapshot that was woken."""
         self._words = words
-        words[ASKED] = self._number
+        words[ASKED_OUTSIDE] = self._number
 
     def take(self) -> int:
         """Return the index in OBSTACLES of what was asked since the last call, or 0."""
@@ -283,7 +283,7 @@ class AskedOutside:
         if number > 0 and words[SLOT] and words[PID] == os.getpid():
             obstacle = obstacle_of(event, arguments)
             if obstacle:
-                words[ASKED], self._number, self._obstacle = number, number, obstacle
+                words[ASKED_OUTSIDE], self._number, self._obstacle = number, number, obstacle
 
 
 def obstacle_of(event: str, arguments: tuple[Any, ...]) -> int:

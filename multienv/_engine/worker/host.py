@@ -18,13 +18,13 @@ import cloudpickle
 import numpy as np
 
 from multienv._engine.wire.banks import (
-    BEGIN,
     FAILED,
     HEAD,
     MESSAGE,
     NOT_RESET,
     PICKLED_ROWS,
     RAISED,
+    RESET,
     SKIPPED,
     STEPPED,
     U32,
@@ -37,7 +37,7 @@ from multienv._engine.wire.banks import (
 )
 from multienv._engine.wire.codecs import payload_of
 from multienv._engine.wire.messages import (
-    BEGINNING,
+    PLAIN_RESET,
     Build,
     Close,
     GetGenerators,
@@ -120,8 +120,8 @@ class Host:
         words, self._rolled, began = self._segment.words, None, perf_counter()
         words[BUSY] = number
         try:
-            if self._segment.banks[number & 1].view[0] == BEGIN:
-                message: Message = BEGINNING
+            if self._segment.banks[number & 1].view[0] == RESET:
+                message: Message = PLAIN_RESET
             else:
                 payload = self._segment.read_request_payload(number)
                 message = pickle.loads(payload)

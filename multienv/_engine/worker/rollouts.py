@@ -19,7 +19,6 @@ from gymnasium import spaces
 
 from multienv._engine.wire.actions import PICKLED, action_decoder, shown
 from multienv._engine.wire.banks import (
-    BEGIN,
     BEGUN,
     ENDED,
     FAILED,
@@ -27,6 +26,7 @@ from multienv._engine.wire.banks import (
     NOT_RESET,
     PICKLED_ROWS,
     RAISED,
+    RESET,
     SKIPPED,
     STEP,
     STEPPED,
@@ -34,7 +34,7 @@ from multienv._engine.wire.banks import (
     Bank,
 )
 from multienv._engine.wire.codecs import payload_of
-from multienv._engine.wire.messages import BEGINNING, Rollout, RolloutResult
+from multienv._engine.wire.messages import PLAIN_RESET, Rollout, RolloutResult
 from multienv._engine.wire.rows import SOLID, batch_of, nested, stacked
 from multienv._engine.wire.segment import BUSY, OTHER_SECONDS, SLOT, Segment
 from multienv._engine.worker.env_group import EnvGroup
@@ -54,7 +54,7 @@ class RolloutRunner:
     """
 
     def __init__(self, group: EnvGroup, segment: Segment) -> None:
-        self._group, self._segment, self._aside = group, segment, segment.aside()
+        self._group, self._segment, self._aside = group, segment, segment.with_private_banks()
         stepper = Stepper(group, self._aside)
         self._reset = stepper.reset
         self._handle = stepper.compile(self._begin)
@@ -90,7 +90,7 @@ class RolloutRunner:
                 number += 1
                 is_over = missing is not None or bank.view[2] == FAILED or bank.view[3] & ENDED
                 if self._group.verbatim and is_over and not idle.any():
-                    HEAD.pack_into(self._aside.banks[number & 1].view, 0, BEGIN, 0, STEPPED, 0, 0, number & U32, 0)
+                    HEAD.pack_into(self._aside.banks[number & 1].view, 0, RESET, 0, STEPPED, 0, 0, number & U32, 0)
                     bank = self._ask(number, None, result)
                     number += 1
                 if bank.view[2] == FAILED:
@@ -130,7 +130,7 @@ class RolloutRunner:
         """Execute a reset of the only env, as the host does."""
         self._segment.words[BUSY] = number
         try:
-            self._reset(number, BEGINNING)
+            self._reset(number, PLAIN_RESET)
             self._group.update_calls()
         except Exception as error:
             answer_failure(self._aside, number, error)
