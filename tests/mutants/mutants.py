@@ -1420,8 +1420,8 @@ MUTANTS = [
         "The monitor does not wait for a resource tracker that starts slowly.",
         7,
         "monitor:Monitor._is_done",
-        "until += TRACKER_GRACE",
-        "",
+        "self._ends_at + TRACKER_GRACE",
+        "self._ends_at",
         (f"{SEVEN}::test_shared_memory_of_an_env_goes_although_its_resource_tracker_starts_slowly",),
     ),
     Mutant(

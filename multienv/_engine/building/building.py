@@ -414,8 +414,6 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
     try:  # uninterrupted, because a descriptor is made there
         return run_uninterrupted(partial(share, data, buffers))
     except OSError as error:
-        if error.errno is None:  # a signal handler's
-            raise
         raise limit_error(error) from None
 
 

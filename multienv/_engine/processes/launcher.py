@@ -324,8 +324,6 @@ def _launched(order: Order, shared: int = -1, preload: Preload | None = None) ->
         assert client is not None
         return ProcessChannel(_tell_no_launch, client.resume)
     except OSError as error:
-        if error.errno is None:  # a signal handler's: see SystemErrors
-            raise
         raise limit_error(error) from None
 
 

@@ -30,7 +30,6 @@ from multienv._engine.processes.forked import become_worker, prctl
 from multienv._engine.processes.leftovers import (
     TRACKER_GRACE,
     children,
-    is_spared,
     is_starting,
     is_titled,
     is_tracker,
@@ -106,8 +105,7 @@ class FrozenCopy:
 
     def end(self) -> None:
         """End the snapshot, also if it has been stopped: it exits when its channel closes."""
-        with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGCONT)
+        kill([self.pid], signal.SIGCONT)
         self.channel.close()
 
 
@@ -227,11 +225,8 @@ class Monitor:
         if self._takes_orders or self._is_needed():
             return False
         self._kill_adopted(children())
-        left, until = children() - self._spared(), self._ends_at
-        if any(map(is_spared, left)):
-            kill(left, signal.SIGCONT)  # one that has been stopped would not end by itself
-            until += TRACKER_GRACE
-        return not left or time.monotonic() >= until
+        # Killed ones are waited for in run() without a limit; a resource tracker, which ends by itself, for so long.
+        return not children() - self._spared() or time.monotonic() >= self._ends_at + TRACKER_GRACE
 
     def _is_needed(self) -> bool:
         """Tell whether there are workers, or some are to be launched once a template is ready."""

@@ -144,7 +144,7 @@ class Snapshots:
             at_once: Take the first at once.
             journal: Bytes that the trainer's journal may take: what it forgets must not be needed; 0: not known.
         """
-        self._every = every if sys.platform == "linux" else -1
+        self._every = every
         self._journal = journal
         self._interval = 0.0 if at_once else _SHORTEST
 
@@ -185,8 +185,6 @@ class Snapshots:
 
         With token 0 it is one for recoveries, taken in a replay.
         """
-        if sys.platform != "linux":
-            return "the operating system"
         return OBSTACLES[(not token and self._asked.take()) or self._take(number, token)]
 
     def go_on(self, segment: Segment, descriptors: WorkerDescriptors) -> None:
