@@ -444,14 +444,6 @@ MUTANTS = [
         PRELOAD,
     ),
     Mutant(
-        "A template that is stopped while it imports is not resumed.",
-        6,
-        "monitor:Monitor._advance",
-        "kill([template.pid for template in self._templates.values() if template.waiting], signal.SIGCONT)",
-        "",
-        PRELOAD,
-    ),
-    Mutant(
         "Any process that a worker announces counts as a snapshot of it.",
         6,
         "monitor:Monitor._hear",
@@ -1375,8 +1367,8 @@ MUTANTS = [
         "A worker outlives a monitor that is killed.",
         7,
         "forked:part_from_monitor",
-        "prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
-        "prctl(_PR_SET_PDEATHSIG, 0)",
+        "worker_main.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "worker_main.prctl(_PR_SET_PDEATHSIG, 0)",
         MONITOR,
     ),
     Mutant(

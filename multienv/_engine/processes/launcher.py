@@ -57,14 +57,8 @@ from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv.errors import ClosedError, UsageError
 
 METHODS = ("forkserver", "spawn")
-LIGHT = (
-    "numpy",
-    "cloudpickle",
-    "gymnasium",
-    "gymnasium.wrappers",
-    "gymnasium.envs.classic_control",
-    "multienv._engine.worker.host",
-)
+# What the monitor imports; the host imports numpy, cloudpickle and gymnasium.
+LIGHT = ("gymnasium.wrappers", "gymnasium.envs.classic_control", "multienv._engine.worker.host")
 # Out of reach of the terminal's Ctrl-C, yet in the trainer's session: Linux schedules session against session
 # (autogroups), and workers in a session of their own step half as fast.
 _APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}

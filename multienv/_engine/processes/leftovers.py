@@ -193,17 +193,11 @@ def remove_folder(folder: str) -> None:
             if mounted == real or mounted.startswith(f"{real}/"):
                 return
     shutil.rmtree(folder, ignore_errors=True)
-    if os.path.lexists(folder):  # some folder in it cannot be written to
-        for inside, _, _ in os.walk(folder):
-            with contextlib.suppress(OSError):
-                Path(inside).chmod(0o700)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_descriptors() -> set[int]:
     """Return the numbers of all descriptors of this process."""
-    for directory in ("/proc/self/fd", "/dev/fd"):
-        with contextlib.suppress(OSError):
-            # That of the list itself is closed again.
-            return {int(name) for name in os.listdir(directory) if os.path.lexists(f"{directory}/{name}")}
+    with contextlib.suppress(OSError):
+        # That of the list itself is closed again.
+        return {int(name) for name in os.listdir("/dev/fd") if os.path.lexists(f"/dev/fd/{name}")}
     return set(range(3, 1024))

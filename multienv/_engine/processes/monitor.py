@@ -26,7 +26,7 @@ from itertools import count
 from pathlib import Path
 
 from multienv._engine.processes.channel import Fate
-from multienv._engine.processes.forked import become_worker, prctl
+from multienv._engine.processes.forked import become_worker
 from multienv._engine.processes.leftovers import (
     TRACKER_GRACE,
     children,
@@ -104,8 +104,7 @@ class FrozenCopy:
     launch: int  # the worker's
 
     def end(self) -> None:
-        """End the snapshot, also if it has been stopped: it exits when its channel closes."""
-        kill([self.pid], signal.SIGCONT)
+        """End the snapshot: it exits when its channel closes."""
         self.channel.close()
 
 
@@ -187,7 +186,7 @@ class Monitor:
         self._some_start = False  # some process is not known yet: look again soon
         self._stderr_patience = STDERR_PATIENCE
         self._reserve = os.open(os.devnull, os.O_RDONLY)  # closed while an order with descriptors is received
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        worker_main.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
         """Serve until there are no workers and no more orders can come; then kill and reap all other children."""
@@ -674,7 +673,6 @@ class Monitor:
         due = now + (SOON if self._some_start else LOOK)
         if now < self._ends_at:  # else a resource tracker is waited for
             due = min(due, self._ends_at)
-        kill([template.pid for template in self._templates.values() if template.waiting], signal.SIGCONT)
         for worker in list(self._workers.values()):
             if now >= worker.stack_due:
                 worker.stack_due = float("inf")

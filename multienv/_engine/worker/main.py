@@ -70,7 +70,7 @@ SLOW = 1e-3
 _SMOOTHING = 0.1
 
 _AT_ONCE = int(getattr(socket, "MSG_NOSIGNAL", 0)) | int(socket.MSG_DONTWAIT)
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_libc = ctypes.CDLL(None)
 _PR_SET_NAME = 15
 
 
@@ -262,12 +262,10 @@ class Forks:
             return
         self.is_astray = True
         faulthandler.disable()  # it would write where the worker's stack is looked for
-        if _libc is not None:
-            views = [memoryview(self.segment.words), *(bank.view for bank in self.segment.banks)]
-            for view in views:
-                first = ctypes.addressof(ctypes.c_char.from_buffer(view))
-                start = first - first % mmap.PAGESIZE
-                _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(first + view.nbytes - start), mmap.PROT_READ)
+        for view in (memoryview(self.segment.words), *(bank.view for bank in self.segment.banks)):
+            first = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            start = first - first % mmap.PAGESIZE
+            _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(first + view.nbytes - start), mmap.PROT_READ)
 
 
 def take_signals() -> None:
@@ -346,12 +344,16 @@ def take_surroundings(setting: Setting) -> None:
     os.environ.update({**setting.environment, **folder, **setting.variables, **mark})
 
 
+def prctl(option: int, value: int | bytes) -> None:
+    """Set an attribute of this process on Linux; do nothing elsewhere."""
+    with contextlib.suppress(AttributeError):
+        _libc.prctl(option, ctypes.c_ulong(value) if isinstance(value, int) else value, 0, 0, 0)
+
+
 def set_title(title: str) -> None:
     """Show ``title`` in ``ps``: as the name, of which the kernel keeps 15 characters, and as the command line."""
-    if _libc is None or not title:
-        return
     data = title.encode()
-    _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(data[:15]), 0, 0, 0)
+    prctl(_PR_SET_NAME, data[:15])
     with contextlib.suppress(OSError, ValueError, IndexError):
         # proc(5): where the command line lies in this process's memory, and where it ends; numbers 48 and 49.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
