@@ -212,8 +212,8 @@ THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(1000
     ("lines", "reason"),
     [
         ("raise RuntimeError('no licence')\n", "importing slow_module raised RuntimeError: no licence."),
-        (THREAD, "importing slow_module has left threads, which a fork"),
-        ("import socket; KEPT = socket.socketpair()\n", "importing slow_module has left an open file (socket:["),
+        (THREAD, "importing slow_module has left threads (thread "),
+        ("import socket; KEPT = socket.socketpair()\n", "importing slow_module has left sockets (socket:["),
         ("import subprocess; KEPT = subprocess.Popen(['sleep', '1000'])\n", "has left child processes"),
         ("import mmap; KEPT = mmap.mmap(-1, 4096)\n", "has left shared memory"),
         ("time = __import__('time'); os.fork() and time.sleep(1)\n", "has left child processes"),

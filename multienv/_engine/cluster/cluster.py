@@ -236,7 +236,7 @@ class HostActor:
     """
 
     def __init__(self, hash_seed: str) -> None:
-        launcher.set_hash_seed(hash_seed)
+        launcher.hash_seed = hash_seed
         self._relay = Relay()
 
     def version(self) -> str:

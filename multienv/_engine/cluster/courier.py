@@ -62,6 +62,9 @@ class RelayChannel(Channel):
     Args:
         courier: Carries frames to its relay.
         begin: Makes the frame that launches or wakes the worker, of the channel's name.
+
+    Attributes:
+        bell: Wakes what waits for news of this channel.
     """
 
     spins = 1  # an answer that is there is taken at once; to spin longer is of no use over a network
@@ -69,7 +72,7 @@ class RelayChannel(Channel):
     def __init__(self, courier: Courier, begin: Callable[[int], Frame]) -> None:
         self.segment = Segment(-1)
         self.segment.words[WORKER_SLEEPS] = 1  # ring() is always called
-        self._bell = Bell()
+        self.bell = Bell()
         self._courier = courier
         self._expected = self._posted = 0  # the newest request that is asked, before it is posted and after that
         self._layout: Any = self.segment.layout  # that the relay knows
@@ -109,14 +112,14 @@ class RelayChannel(Channel):
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptor of the bell."""
-        return (self._bell.descriptor,)
+        return (self.bell.descriptor,)
 
     def attend(self) -> bool:
         """Silence the bell, unless the process has ended or the channel is closed; tell whether that is so."""
-        self._bell.silence()
+        self.bell.silence()
         ended = self._gone is not None or self._is_released
         if ended:
-            self._bell.ring()
+            self.bell.ring()
         return ended
 
     def has_ended(self) -> bool:
@@ -148,10 +151,6 @@ class RelayChannel(Channel):
         segment.words[REPLY] = number
         return bool(segment.words[TRAINER_SLEEPS])
 
-    def rouse(self) -> None:
-        """Wake whatever waits for news of this channel."""
-        self._bell.ring()
-
     def hear_progress(self, words: bytes) -> None:
         """Note what the worker is at."""
         mine = self.segment.words
@@ -161,13 +160,13 @@ class RelayChannel(Channel):
     def hear_stacks(self, text: str) -> None:
         """Note the stacks that were asked for."""
         self._stacks.append(text)
-        self._bell.ring()
+        self.bell.ring()
 
     def hear_gone(self, gone: Gone) -> None:
         """Note how the process ended; only the first time."""
         if self._gone is None:
             self._gone = gone
-        self._bell.ring()
+        self.bell.ring()
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -181,8 +180,8 @@ class RelayChannel(Channel):
             left = until - time.monotonic()
             if left <= 0 or not self._courier.is_up:
                 return False
-            readable((self._bell.descriptor,), min(left, LONGEST_SLEEP))
-            self._bell.silence()
+            readable((self.bell.descriptor,), min(left, LONGEST_SLEEP))
+            self.bell.silence()
         return True
 
     def stack(self) -> str:
@@ -222,7 +221,7 @@ class RelayChannel(Channel):
         if not self._is_released:
             self._courier.post((frames.RELEASE, self.name))
             self._is_released = True
-            self._bell.ring()
+            self.bell.ring()
         if not keep_memory:
             self.segment.unmap()
 
@@ -394,7 +393,7 @@ class Courier:
             if channel is not None and getattr(channel, f"hear_{kind}")(*rest):
                 sleepers.append(channel)
         for channel in sleepers:  # last: the trainer finds all answers when it is woken once
-            channel.rouse()
+            channel.bell.ring()
 
     def _look_for_silence(self, host: RayHost, now: float) -> None:
         """See whether the host is silent for too long. While this process was stopped, it could not hear anybody."""

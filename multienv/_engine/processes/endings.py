@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -134,12 +135,10 @@ def let_go(channels: Sequence[Channel]) -> None:
     for channel in channels:
         if channel not in alive:
             channel.release()
-    if alive and not sys.is_finalizing():
-        try:
+    with contextlib.suppress(RuntimeError):  # no thread is to be had
+        if alive and not sys.is_finalizing():
             start_plain_thread(partial(_end_and_release, alive))
             return
-        except RuntimeError:  # no thread is to be had
-            pass
     for channel in alive:
         channel.release()
 

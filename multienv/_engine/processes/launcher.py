@@ -281,12 +281,6 @@ _turn = threading.Lock()
 _is_shutting_down = False
 
 
-def set_hash_seed(seed: str) -> None:
-    """Set the seed of PYTHONHASHSEED for workers that are launched from now on: in its order they iterate over sets."""
-    global hash_seed
-    hash_seed = seed
-
-
 def _send_at_once(order: Order) -> None:
     """Send an order from a finalizer; it waits only for room in the monitor's socket, and raises nothing."""
     client = _client

@@ -32,7 +32,7 @@ from multienv._engine.processes.protocol import Order, close_all
 from multienv._engine.wire.messages import Setting
 from multienv._engine.worker import imports
 from multienv._engine.worker import main as worker_main
-from multienv._engine.worker.census import CHILDREN, OBSTACLES, SHARED, THREADS, TIMERS, census, standard_streams
+from multienv._engine.worker.census import OBSTACLES, census, standard_streams
 
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
@@ -44,8 +44,6 @@ _OWN = 5  # so many descriptors that come with an order are the worker's ends an
 _MOST_TEXT = 2000
 # The pid of a worker that was forked, or the negative number of the error.
 _ANSWER = struct.Struct("<q")
-# What imports may leave and is no file.
-_NO_FILES = (THREADS, CHILDREN, SHARED, TIMERS)
 
 
 class Template:
@@ -241,8 +239,7 @@ def _import(
 def _left(before: set[int], standard: set[tuple[int, int, int]]) -> str:
     """Return in words what imports have left besides modules."""
     for found in census(before, (), standard):
-        kind = OBSTACLES[found.obstacle]
-        return kind if found.obstacle in _NO_FILES else f"an open file ({found.name})"
+        return f"{OBSTACLES[found.obstacle] or 'an open file'} ({found.name})"
     return ""
 
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from datetime import datetime, timezone
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,13 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
         },
         "states": case.path,
         "journal": {"requests": len(steps), "steps": sum(steps)},
-        "made_with": _versions(),
+        "made_with": {
+            "multienv": __version__,
+            "python": sys.version.split()[0],
+            "gymnasium": gymnasium.__version__,
+            "numpy": np.__version__,
+            "platform": platform.platform(),
+        },
     }, data
 
 
@@ -236,17 +242,6 @@ def _env(description: Description | None) -> dict[str, Any] | None:
         "observation_space": readable(observation_space),
         "action_space": readable(action_space),
         "render_mode": description.render_mode,
-    }
-
-
-@cache
-def _versions() -> dict[str, str]:
-    return {
-        "multienv": __version__,
-        "python": sys.version.split()[0],
-        "gymnasium": gymnasium.__version__,
-        "numpy": np.__version__,
-        "platform": platform.platform(),
     }
 
 

@@ -175,7 +175,7 @@ def _serve(
                 continue
             before = times[STEP_SECONDS] or seconds
             smoothed = times[STEP_SECONDS] = before + _SMOOTHING * (seconds - before)
-            untimed = 0 if smoothed > SLOW or snapshots.watches_all else SAMPLE
+            untimed = 0 if smoothed > SLOW or snapshots.every > 0 else SAMPLE
             if is_timed:
                 affinity.consider(seconds, untimed + 1)
             snapshots.consider(number, smoothed)

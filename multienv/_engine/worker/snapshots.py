@@ -113,6 +113,7 @@ class Snapshots:
 
     Attributes:
         account: A further descriptor of multienv; see ``affinity``.
+        every: As :meth:`begin` was told; if it is positive, :meth:`consider` is to be called after each step.
     """
 
     def __init__(self, segment: Segment, descriptors: WorkerDescriptors, fork: Callable[[], int] = os.fork) -> None:
@@ -124,17 +125,12 @@ class Snapshots:
         self._asked = AskedOutside(segment.words)
         self._number = 0  # of the last request executed in the newest snapshot; in a woken copy: in the copy
         self._token = 0
-        self._every = -1
+        self.every = -1
         self._journal = 0
         self._interval = _SHORTEST
         self._cost = 0.0
         self._pids: set[int] = set()
         self._newest = 0  # pid of the newest snapshot for recoveries
-
-    @property
-    def watches_all(self) -> bool:
-        """Tell whether :meth:`consider` is to be called after each step."""
-        return self._every > 0
 
     def begin(self, every: int, *, at_once: bool = False, journal: int = 0) -> None:
         """Plan snapshots.
@@ -144,17 +140,17 @@ class Snapshots:
             at_once: Take the first at once.
             journal: Bytes that the trainer's journal may take: what it forgets must not be needed; 0: not known.
         """
-        self._every = every
+        self.every = every
         self._journal = journal
         self._interval = 0.0 if at_once else _SHORTEST
 
     def consider(self, number: int, step_seconds: float) -> None:
         """Take a snapshot after the step with this number, if one is due. A copy that is woken raises `Woken` here."""
-        if self._every < 0:
+        if self.every < 0:
             return
         steps, times = number - self._number, self._segment.times
         times[SNAPSHOT_SECONDS] = interval = self._present_interval()
-        if steps >= self._every if self._every else self._is_due(number, steps, interval / max(step_seconds, 1e-9)):
+        if steps >= self.every if self.every else self._is_due(number, steps, interval / max(step_seconds, 1e-9)):
             obstacle = self._asked.take() or self._take(number, 0)
             self._segment.words[OBSTACLE] = obstacle
             if obstacle:  # the obstacle may go away: try again later
