@@ -233,7 +233,7 @@ class Workers:
         hooks: Sequence[Hook] = (),
         reports: str | os.PathLike[str] | None = None,
     ) -> None:
-        refuse_while_importing("An env in a process of its own")
+        refuse_while_importing()
         for name, value, kind in (("restart", restart, RestartPolicy), ("deadlines", deadlines, Deadlines)):
             if not isinstance(value, kind):
                 raise UsageError(f"{name} is {value!r:.100}; give {name}={kind.__name__}(...).")
@@ -468,10 +468,8 @@ def listed_env_fns(owner: str, env_fns: Iterable[EnvFn]) -> list[EnvFn]:
 
 def mode_of(mode: Any) -> AutoresetMode:
     """Return the mode that is given as a member, its name or its value; raise UsageError if there is none."""
-    if isinstance(mode, AutoresetMode):
-        return mode
     for known in AutoresetMode:
-        if mode in (known.name, known.value):
+        if mode in (known, known.name, known.value):
             return known
     names = ", ".join(f"AutoresetMode.{known.name}" for known in AutoresetMode)
     raise UsageError(f"autoreset_mode is {mode!r}; choose one of {names}.")

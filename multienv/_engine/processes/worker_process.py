@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from multienv._engine.interrupts import shielded
+from multienv._engine.interrupts import finalizer, shielded
 from multienv._engine.processes.channel import (
     LONGEST_SLEEP,
     UNKNOWN_FATE,
@@ -323,12 +323,11 @@ class ProcessChannel(Channel):
         self._fate.close()
         self.segment.close()
 
+    @finalizer
     def __del__(self) -> None:
         """Release a process whose channel was not closed."""
-        try:  # noqa: SIM105 - contextlib may be gone already
+        if "_fate" in self.__dict__:  # else its making failed half way
             self.release()
-        except (AttributeError, TypeError):  # its making failed half way; or the interpreter ends, and names are gone
-            pass
 
 
 def crowd_seconds() -> float:
