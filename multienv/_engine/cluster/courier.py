@@ -170,7 +170,7 @@ class RelayChannel(Channel):
 
     # --- the end --------------------------------------------------------------------------------
 
-    def lose(self, cause: LossCause = "died", detail: str = "the channel is closed") -> Gone:
+    def how_it_ended(self, cause: LossCause = "died", detail: str = "the channel is closed") -> Gone:
         """Return what the relay told of the end."""
         return Gone(cause, pid=self.pid, detail=detail) if self._gone is None else replace(self._gone)
 
@@ -199,7 +199,7 @@ class RelayChannel(Channel):
             self._courier.post((frames.KILL, self.name, cause, stack, detail))
             if not self._await(lambda: self._gone is not None, _KILL_PATIENCE):
                 self.hear_gone(Gone(cause, pid=self.pid, detail=detail or "its host did not tell how"))
-        return self.lose(cause, detail)
+        return self.how_it_ended(cause, detail)
 
     def wake(self) -> RelayChannel | None:
         """Tell the relay to wake the snapshot, which says by its first answer that it is up."""
@@ -339,7 +339,7 @@ class Courier:
         """Hear what has come, send what there is, and wait for more."""
         self._bell.silence()
         while self._ended:
-            self._hear(*self._ended.popleft())
+            self._handle_reply(*self._ended.popleft())
         now = time.monotonic()
         self._look_for_silence(host, now)
         self._send(host, now)
@@ -363,14 +363,14 @@ class Courier:
         if given or (self._waiting and not self._calls):
             serial = next(self._serials)
             self._calls[serial] = now
-            host.call(serial, given).add_done_callback(partial(self._note, serial))
+            host.call(serial, given).add_done_callback(partial(self._on_call_ended, serial))
 
-    def _note(self, serial: int, future: Future[list[Frame]]) -> None:
+    def _on_call_ended(self, serial: int, future: Future[list[Frame]]) -> None:
         """Note, in whatever thread, that a call has ended."""
         self._ended.append((serial, future))
         self._bell.ring()
 
-    def _hear(self, serial: int, future: Future[list[Frame]]) -> None:
+    def _handle_reply(self, serial: int, future: Future[list[Frame]]) -> None:
         """Give the frames of a reply to their channels; if the call has failed, the host is lost."""
         del self._calls[serial]
         error = future.exception()  # raised, it would hold this frame, and that the future: a cycle that keeps the bell

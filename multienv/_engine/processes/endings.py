@@ -117,7 +117,7 @@ def end_all(channels: Sequence[ProcessChannel]) -> None:
                     del left[channel]
                 else:
                     left[channel] = now
-                    if channel.give_up() and channel.patience:  # else another thread logs it
+                    if channel.order_kill() and channel.patience:  # else another thread logs it
                         cuts.append(channel.envs)
             fates = [descriptor for channel in left for descriptor in channel.descriptors()[1:]]
             if left and not readable(fates, soonest):

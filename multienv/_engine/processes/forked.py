@@ -25,7 +25,7 @@ def part_from_monitor(monitor: int, kept: Sequence[int]) -> None:
         kept: Descriptors that stay open, besides the standard streams.
     """
     signal.set_wakeup_fd(-1)
-    worker_main.take_signals()
+    worker_main.set_signal_handlers()
     os.setpgid(0, 0)
     worker_main.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the forking thread ends: the monitor has only one
     if os.getppid() != monitor:

@@ -41,7 +41,7 @@ from multienv._engine.processes.environment import (
 )
 from multienv._engine.processes.leftovers import end_orphans, remove_folder
 from multienv._engine.processes.limits import limit_error, raise_descriptor_limit, refuse_too_many
-from multienv._engine.processes.protocol import DROP, FREE, LAUNCH, PRELOAD, WAKE, Order, tell_fate
+from multienv._engine.processes.protocol import DROP, FREE, LAUNCH, PRELOAD, WAKE, Order, fate_line
 from multienv._engine.processes.worker_process import (
     LONGEST_SEND,
     ProcessChannel,
@@ -116,16 +116,16 @@ class Preload:
         self.token, self.names = next(_tokens), tuple(names)
         self._title, self._is_learned = ", ".join(names) or "what it needs", not names
         self._setting, self._seconds = setting, seconds
-        self._told: tuple[Any, ...] = ()  # the monitor, and the names that it knows
+        self._sent: tuple[Any, ...] = ()  # the monitor, and the names that it knows
 
     def learn(self, imports: Imports) -> None:
         """Add what a worker has imported; the variables that were set for that are set before it is imported again."""
         self.names = tuple(dict.fromkeys(self.names + imports.names))
         self._setting = replace(self._setting, variables={**self._setting.variables, **imports.variables})
 
-    def tell(self, client: MonitorClient) -> None:
+    def send_to(self, client: MonitorClient) -> None:
         """Tell the monitor what to import, unless it knows. Raises OSError."""
-        if self._told == (client, self.names):
+        if self._sent == (client, self.names):
             return
         descriptor = anonymous_file()
         try:
@@ -134,7 +134,7 @@ class Preload:
             client.send(Order(PRELOAD, token=self.token, title=self._title), [descriptor, *_standard_streams()])
         finally:
             os.close(descriptor)
-        self._told = client, self.names
+        self._sent = client, self.names
 
     @finalizer
     def __del__(self) -> None:
@@ -303,14 +303,14 @@ def _launched(order: Order, shared: int = -1, preload: Preload | None = None) ->
             try:
                 with _turn:
                     if preload is not None:
-                        preload.tell(client)
+                        preload.send_to(client)
                     return _ordered(client, order, shared)
             except OSError as error:
                 if error.errno not in _ENDED:
                     raise
                 sometimes("the monitor ends while a worker is launched")
         assert client is not None
-        return ProcessChannel(_tell_no_launch, client.resume)
+        return ProcessChannel(_write_no_launch, client.resume)
     except OSError as error:
         raise limit_error(error) from None
 
@@ -319,19 +319,19 @@ def _learned(client: MonitorClient, preload: Preload, imports: Imports) -> None:
     """Add imports to a preload, and tell the monitor of them."""
     with _turn, contextlib.suppress(OSError):  # the next launch tells it
         preload.learn(imports)
-        preload.tell(client)
+        preload.send_to(client)
 
 
-def _tell_no_launch(descriptors: Sequence[int]) -> None:
+def _write_no_launch(descriptors: Sequence[int]) -> None:
     """Tell what a monitor would tell of a worker that it cannot launch."""
-    os.write(descriptors[0], tell_fate(Fate(None, stderr=_NO_LAUNCH)))
+    os.write(descriptors[0], fate_line(Fate(None, stderr=_NO_LAUNCH)))
 
 
 def _ordered(client: MonitorClient, order: Order, shared: int = -1) -> ProcessChannel:
-    def give(descriptors: Sequence[int]) -> None:
+    def send(descriptors: Sequence[int]) -> None:
         client.send(order, [*descriptors, *_standard_streams()] if order.operation == LAUNCH else descriptors)
 
-    return ProcessChannel(give, client.resume, shared)
+    return ProcessChannel(send, client.resume, shared)
 
 
 def _standard_streams() -> list[int]:

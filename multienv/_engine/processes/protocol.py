@@ -124,12 +124,12 @@ def close_all(descriptors: Sequence[int]) -> None:
 # --- what the monitor tells -------------------------------------------------------------------
 
 
-def tell_stack(stack: str) -> bytes:
+def stack_line(stack: str) -> bytes:
     """Encode the stack that was asked for, as a line of JSON."""
     return json.dumps({"stack": stack}).encode() + b"\n"
 
 
-def tell_fate(fate: Fate) -> bytes:
+def fate_line(fate: Fate) -> bytes:
     """Encode how the worker ended, as a line of JSON."""
     return json.dumps({"fate": asdict(fate)}).encode() + b"\n"
 

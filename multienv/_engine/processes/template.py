@@ -70,13 +70,13 @@ class Template:
         self._imports = b""
         self._killed = 0  # so many were killed while they imported, or because of their answer
 
-    def take_imports(self, descriptors: list[int]) -> None:
+    def read_imports(self, descriptors: list[int]) -> None:
         """Read what to import from a file: the arguments of ``_import`` but the first, pickled; close the file."""
         for descriptor in descriptors:
             self._imports = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         close_all(descriptors)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Fork the process from the monitor; it imports, and then says whether it can be forked. Raises OSError."""
         monitor = os.getpid()
         ours, theirs = socket.socketpair()
@@ -95,7 +95,7 @@ class Template:
         """Return the descriptor over which it tells what came of its imports; -1: there is no process."""
         return -1 if self._channel is None else self._channel.fileno()
 
-    def hear(self) -> None:
+    def read_outcome(self) -> None:
         """Read whether the imports are done, and what speaks against a fork."""
         with contextlib.suppress(OSError):
             assert self._channel is not None
@@ -108,7 +108,7 @@ class Template:
         One that was killed is no reason to do without, if that does not happen again and again.
         """
         if not self._told:
-            self.hear()
+            self.read_outcome()
         was_ready, told = self.is_ready, self._told.decode(errors="replace")
         self._forget_process()
         self._killed += not told and code == -signal.SIGKILL
@@ -182,7 +182,7 @@ def _serve(channel: socket.socket, monitor: int, imports: bytes, left_out: Abstr
         refusal = _import(left_out, *pickle.loads(imports))
         if os.getpid() != own:  # an import has forked, and goes on in the child
             os._exit(0)
-        worker_main.take_signals()  # a module may have set others
+        worker_main.set_signal_handlers()  # a module may have set others
         channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _READY)
         while not refusal:
             received = Order.receive(channel)
@@ -208,7 +208,7 @@ def _import(
     """
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
-    worker_main.take_surroundings(setting)
+    worker_main.apply_surroundings(setting)
     before, standard = open_descriptors(), standard_streams()
     began = time.time_ns()
     for name in names:
@@ -224,7 +224,7 @@ def _import(
         if left:
             why = f"importing {name} has left {left}, which a fork would share or lose"
             return f"{_LEFT_OUT}{package}{_LEFT_OUT}{why}" if is_learned else why
-    imports.note(began)
+    imports.note_files(began)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     faulthandler.unregister(signal.SIGALRM)
     for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again

@@ -71,7 +71,7 @@ class Host:
             recoveries (token 0); returns the obstacle, or ``""``.
         load: Returns what builds the envs, given what travels with the message.
         code: Returns from which files the process has imported, given when the imports for the envs began, in ns; see
-            ``imports.noted``.
+            ``imports.noted_files``.
 
     Attributes:
         handle: Executes the request with this number; raises only exceptions that end the process. It may be another

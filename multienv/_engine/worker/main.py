@@ -45,7 +45,7 @@ from multienv._engine.wire.segment import (
 from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv._engine.worker.affinity import Affinity
 from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors
-from multienv._engine.worker.imports import noted
+from multienv._engine.worker.imports import noted_files
 from multienv._engine.worker.main_module import stand_in
 from multienv._engine.worker.module_values import set_module_values
 from multienv._engine.worker.replies import exit_code
@@ -83,7 +83,7 @@ def main(descriptors: WorkerDescriptors, title: str) -> NoReturn:
     """
     code = LOOP_FAILED
     try:
-        take_signals()
+        set_signal_handlers()
         set_title(title)
         _live(descriptors)
         code = 0
@@ -110,7 +110,7 @@ def _live(descriptors: WorkerDescriptors) -> None:
     """Serve requests; when a snapshot of this process is woken, go on here in the copy, with its new descriptors."""
     from multienv._engine.worker.host import Host
 
-    segment, number, woken = _take_up(descriptors), 0, False
+    segment, number, woken = _open_segment(descriptors), 0, False
     forks = Forks(segment)
     snapshots = Snapshots(segment, descriptors, forks.fork)
     affinity: Affinity
@@ -119,12 +119,12 @@ def _live(descriptors: WorkerDescriptors) -> None:
         _apply_setting(build, snapshots)
         affinity.start()
 
-    load = partial(_load, _take_shared(segment, descriptors))
-    host = Host(segment, on_build=on_build, on_keep=snapshots.keep, load=load, code=noted)
+    load = partial(_load, _receive_shared(segment, descriptors))
+    host = Host(segment, on_build=on_build, on_keep=snapshots.keep, load=load, code=noted_files)
     while True:
         try:
             if woken:
-                segment = forks.segment = _take_up(descriptors)
+                segment = forks.segment = _open_segment(descriptors)
                 host.move(segment)
                 snapshots.go_on(segment, descriptors)
                 segment.words[REPLY] = number  # tells the trainer that it is up
@@ -268,14 +268,14 @@ class Forks:
             _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(first + view.nbytes - start), mmap.PROT_READ)
 
 
-def take_signals() -> None:
+def set_signal_handlers() -> None:
     """Set the signal handlers of a worker, before the env may set its own."""
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _take_up(descriptors: WorkerDescriptors) -> Segment:
+def _open_segment(descriptors: WorkerDescriptors) -> Segment:
     """Open the file where stacks are written for the monitor, and map the segment."""
     faulthandler.enable(descriptors.stack, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=descriptors.stack, all_threads=True, chain=False)
@@ -284,7 +284,7 @@ def _take_up(descriptors: WorkerDescriptors) -> Segment:
     return segment
 
 
-def _take_shared(segment: Segment, descriptors: WorkerDescriptors) -> int:
+def _receive_shared(segment: Segment, descriptors: WorkerDescriptors) -> int:
     """Receive the descriptor of the file that the workers share; -1: this one needs none, or the trainer is gone."""
     if segment.words[SHARED]:
         _, received, _, _ = socket.recv_fds(descriptors.wake_socket, 1, 1)
@@ -307,14 +307,14 @@ def _load(shared: int, env_fns: bytes | SharedPickle) -> Any:
 
 def _apply_setting(build: Build, snapshots: Snapshots) -> None:
     """Plan snapshots; set main module and surroundings as they are in the trainer."""
-    snapshots.begin(build.snapshots, at_once=build.replacement, journal=build.journal)
+    snapshots.plan(build.snapshots, at_once=build.replacement, journal=build.journal)
     setting = build.setting
     if setting is None:
         return
     stand_in(setting.main)
     tempfile.tempdir = None  # it may have been worked out before
     if not _has_surroundings:
-        take_surroundings(setting)
+        apply_surroundings(setting)
     elif "TMPDIR" in setting.variables:  # else it is the folder that the monitor has made
         os.environ["TMPDIR"] = setting.variables["TMPDIR"]
     set_module_values(setting.values)
@@ -324,7 +324,7 @@ def _apply_setting(build: Build, snapshots: Snapshots) -> None:
 _has_surroundings = False
 
 
-def take_surroundings(setting: Setting) -> None:
+def apply_surroundings(setting: Setting) -> None:
     """Set arguments, and on the trainer's machine import path, working directory, limits and environment."""
     global _has_surroundings
     _has_surroundings = True

@@ -56,7 +56,7 @@ class ReplayPoints:
         # requests that do not lie in banks, by then.
         self._last: list[tuple[int, float, int] | None] = [None] * len(envs)
 
-    def take(self) -> Mapping[int, bytes]:
+    def pop_generators(self) -> Mapping[int, bytes]:
         """Return the saved states, and forget them."""
         taken = dict(self.generators)
         self.generators.clear()

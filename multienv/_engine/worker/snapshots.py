@@ -42,7 +42,7 @@ from multienv._engine.worker.census import (
     AskedOutside,
     Found,
     census,
-    put_back,
+    reopen,
     standard_streams,
 )
 from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors, mark_of
@@ -113,7 +113,7 @@ class Snapshots:
 
     Attributes:
         account: A further descriptor of multienv; see ``affinity``.
-        every: As :meth:`begin` was told; if it is positive, :meth:`consider` is to be called after each step.
+        every: As planned; if it is positive, :meth:`consider` is to be called after each step.
     """
 
     def __init__(self, segment: Segment, descriptors: WorkerDescriptors, fork: Callable[[], int] = os.fork) -> None:
@@ -132,7 +132,7 @@ class Snapshots:
         self._pids: set[int] = set()
         self._newest = 0  # pid of the newest snapshot for recoveries
 
-    def begin(self, every: int, *, at_once: bool = False, journal: int = 0) -> None:
+    def plan(self, every: int, *, at_once: bool = False, journal: int = 0) -> None:
         """Plan snapshots.
 
         Args:
@@ -151,7 +151,7 @@ class Snapshots:
         steps, times = number - self._number, self._segment.times
         times[SNAPSHOT_SECONDS] = interval = self._present_interval()
         if steps >= self.every if self.every else self._is_due(number, steps, interval / max(step_seconds, 1e-9)):
-            obstacle = self._asked.take() or self._take(number, 0)
+            obstacle = self._asked.pop_obstacle() or self._take(number, 0)
             self._segment.words[OBSTACLE] = obstacle
             if obstacle:  # the obstacle may go away: try again later
                 self._number = number
@@ -181,7 +181,7 @@ class Snapshots:
 
         With token 0 it is one for recoveries, taken in a replay.
         """
-        return OBSTACLES[(not token and self._asked.take()) or self._take(number, token)]
+        return OBSTACLES[(not token and self._asked.pop_obstacle()) or self._take(number, token)]
 
     def go_on(self, segment: Segment, descriptors: WorkerDescriptors) -> None:
         """Take over segment and descriptors in a woken copy, and take another snapshot in its place."""
@@ -280,7 +280,7 @@ class Snapshots:
             self._descriptors.close()
             self._segment.close()
             self._pids.clear()
-            put_back(files)
+            reopen(files)
             with channel:
                 message, received, _, _ = socket.recv_fds(channel, WAKING.size, _WAKING_DESCRIPTORS)
             if len(message) < WAKING.size or len(received) < _WAKING_DESCRIPTORS:
