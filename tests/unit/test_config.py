@@ -86,7 +86,8 @@ def test_options_are_named_known_frozen_and_comparable(config):
      ("preload", ["torch", None, 3, [b"torch"], {"torch"}]),
      ("worker_seed", [-1, 1.5, True, "1"]),
      ("starts_at_once", [0, -1, 1.5, True, "1"]),
-     ("worker_env", [{"DEVICE": 1}, {1: "egl"}, lambda worker: {"DEVICE": worker}])],
+     ("worker_env", [{"DEVICE": 1}, {1: "egl"}, {"": ""}, {"A=B": "C"}, {"A": "\0"},
+                     lambda worker: {"DEVICE": worker}])],
 )  # fmt: skip
 def test_an_env_refuses_options_of_the_wrong_kind(name, values):
     for value in values:

@@ -125,14 +125,15 @@ def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
         worker: The worker's index.
 
     Raises:
-        UsageError: A name or a value is no string.
+        UsageError: A name or a value is no string, or none that the operating system knows.
     """
     given = dict((worker_env(worker) if callable(worker_env) else worker_env) or {})
     for name, value in given.items():
-        if not isinstance(name, str) or not isinstance(value, str):
+        known = isinstance(name, str) and isinstance(value, str)
+        if not known or not name or "=" in name or "\0" in name + value:
             raise UsageError(
                 f"worker_env: {name!r:.50}: {value!r:.50} of worker {worker} is no variable; give name and value as "
-                "strings, such as {'MUJOCO_GL': 'egl'}."
+                "strings, such as {'MUJOCO_GL': 'egl'}, the name without '='."
             )
     return given
 
