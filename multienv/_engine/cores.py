@@ -15,16 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
-
-
-class Placed(Protocol):
-    """A worker that can be placed: a supervisor."""
-
-    core: int | None
-
-    def prefer(self, core: int | None, *, sharing: int) -> None:
-        """Set the core to run on while steps are short, and how many workers share one; 0: do not look for requests."""
+from typing import Any
 
 
 def cores() -> list[int]:
@@ -63,11 +54,14 @@ def _limit(group: Path) -> float:
     return math.inf
 
 
-def spread(workers: Sequence[Placed]) -> None:
+def spread(workers: Sequence[Any]) -> None:
     """Deal the workers to the cores in turn; with fewer workers than cores the scheduler knows better which are idle.
 
     Each looks for its next request before it goes to sleep, and gives the core away at each look. Under a quota of CPU
     time, and on a single core, none is bound and none looks: there looking takes time from the others.
+
+    Args:
+        workers: Supervisors.
     """
     available = cores()
     several = 1 < len(available) == busy_cores()
@@ -77,17 +71,8 @@ def spread(workers: Sequence[Placed]) -> None:
         worker.prefer(core, sharing=sharing)
 
 
-def _current_core() -> Callable[[], int]:
-    """Return a function that tells which core the calling thread runs on; -1 where the system does not tell."""
-    try:
-        found: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu  # keeps the GIL
-        found()
-    except (AttributeError, OSError, TypeError):
-        return lambda: -1
-    return found
-
-
-current_core = _current_core()
+# Tells which core the calling thread runs on, and keeps the GIL; -1 where the system does not tell.
+current_core: Callable[[], int] = getattr(ctypes.PyDLL(None), "sched_getcpu", lambda: -1)
 # Lets other processes have the core. Without sched_yield() (not a POSIX system) a sleep of no time does the same.
 give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 

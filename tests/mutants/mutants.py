@@ -267,7 +267,7 @@ MUTANTS = [
     Mutant(
         "A reset that raised is told of as one at which a replay can begin.",
         2,
-        "env_group:EnvGroup.begin",
+        "env_group:EnvGroup.reset",
         "self.replay_points.forget(slot)",
         "",
         ("tests/unit/test_worker_replay_points.py",),
@@ -415,7 +415,7 @@ MUTANTS = [
         "A module that was preloaded counts as imported when the worker built its envs.",
         3,
         "template:_import",
-        "imports.note(began)",
+        "imports.note_files(began)",
         "",
         CODE,
     ),
@@ -444,17 +444,9 @@ MUTANTS = [
         PRELOAD,
     ),
     Mutant(
-        "A template that is stopped while it imports is not resumed.",
-        6,
-        "monitor:Monitor._advance",
-        "kill([template.pid for template in self._templates.values() if template.waiting], signal.SIGCONT)",
-        "",
-        PRELOAD,
-    ),
-    Mutant(
         "Any process that a worker announces counts as a snapshot of it.",
         6,
-        "monitor:Monitor._hear",
+        "monitor:Monitor._read_announcements",
         "pid in self._spared() or parent_of(pid) not in (worker.pid, os.getpid())",
         "False",
         MONITOR,
@@ -462,7 +454,7 @@ MUTANTS = [
     Mutant(
         "A descriptor that is no socket ends the monitor.",
         6,
-        "monitor:Monitor._hear",
+        "monitor:Monitor._read_announcements",
         "(OSError, struct.error, IndexError)",
         "(struct.error, IndexError)",
         MONITOR,
@@ -896,7 +888,7 @@ MUTANTS = [
     Mutant(
         "A woken snapshot reads its files from their beginning.",
         3,
-        "census:put_back",
+        "census:reopen",
         "os.lseek(anew, file.position, os.SEEK_SET)",
         "",
         CENSUS,
@@ -904,7 +896,7 @@ MUTANTS = [
     Mutant(
         "In a woken snapshot the duplicates of a file have positions of their own.",
         3,
-        "census:put_back",
+        "census:reopen",
         "file.same_as >= 0",
         "False",
         CENSUS,
@@ -913,7 +905,7 @@ MUTANTS = [
         "A frozen snapshot has its files in common with its worker: positions, and locks that are taken later.",
         3,
         "snapshots:Snapshots._freeze",
-        "put_back(files)",
+        "reopen(files)",
         "",
         OUTSIDE,
     ),
@@ -921,7 +913,7 @@ MUTANTS = [
         "What an env asks outside is not listened to.",
         3,
         "census:AskedOutside.__init__",
-        "(sys.addaudithook if native is None else native.watch_audit_events)(self._hear)",
+        "(sys.addaudithook if native is None else native.watch_audit_events)(self._on_audit_event)",
         "",
         ASKED,
     ),
@@ -936,7 +928,7 @@ MUTANTS = [
     Mutant(
         "What a constructor asks outside forbids the snapshots of the episodes.",
         3,
-        "census:AskedOutside._hear",
+        "census:AskedOutside._on_audit_event",
         "number > 0",
         "number",
         ASKED,
@@ -993,7 +985,7 @@ MUTANTS = [
         "A snapshot is taken of an env that has asked outside.",
         3,
         "snapshots:Snapshots.consider",
-        "self._asked.take() or self._take(number, 0)",
+        "self._asked.pop_obstacle() or self._take(number, 0)",
         "self._take(number, 0)",
         OUTSIDE,
     ),
@@ -1339,7 +1331,7 @@ MUTANTS = [
     Mutant(
         "The monitor does not kill a hanging worker that the trainer has let go of.",
         7,
-        "monitor:Monitor._take_order_of",
+        "monitor:Monitor._carry_out_order_of",
         "worker.end(after=ORPHAN_GRACE)",
         "",
         (f"{SEVEN}::test_worker_that_hangs_ends_when_its_channel_is_released",),
@@ -1348,7 +1340,7 @@ MUTANTS = [
         "A worker that hangs is not killed where nobody has called close().",
         7,
         "endings:end_all",
-        "channel.give_up() and channel.patience",
+        "channel.order_kill() and channel.patience",
         "channel.patience",
         (f"{SEVEN}::test_an_env_that_is_forgotten_while_it_hangs_leaves_nothing",),
     ),
@@ -1366,7 +1358,7 @@ MUTANTS = [
         "monitor:Monitor._is_done",
         """
         if os.getppid() != self._trainer:
-            self._lose_trainer()
+            self._on_trainer_gone()
         """,
         "",
         (f"{SEVEN}::test_no_worker_outlives_a_trainer_whose_descriptors_a_copy_of_it_holds",),
@@ -1375,8 +1367,8 @@ MUTANTS = [
         "A worker outlives a monitor that is killed.",
         7,
         "forked:part_from_monitor",
-        "prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
-        "prctl(_PR_SET_PDEATHSIG, 0)",
+        "worker_main.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "worker_main.prctl(_PR_SET_PDEATHSIG, 0)",
         MONITOR,
     ),
     Mutant(
@@ -1420,8 +1412,8 @@ MUTANTS = [
         "The monitor does not wait for a resource tracker that starts slowly.",
         7,
         "monitor:Monitor._is_done",
-        "until += TRACKER_GRACE",
-        "",
+        "self._ends_at + TRACKER_GRACE",
+        "self._ends_at",
         (f"{SEVEN}::test_shared_memory_of_an_env_goes_although_its_resource_tracker_starts_slowly",),
     ),
     Mutant(
@@ -1447,7 +1439,7 @@ MUTANTS = [
     Mutant(
         "Workers do not ignore SIGINT.",
         8,
-        "main:take_signals",
+        "main:set_signal_handlers",
         "signal.signal(signal.SIGINT, signal.SIG_IGN)",
         "signal.signal(signal.SIGINT, signal.default_int_handler)",
     ),
@@ -1714,7 +1706,7 @@ MUTANTS = [
     Mutant(
         "Shared memory that was there before the worker goes with it, if it came after the first worker.",
         7,
-        "monitor:Monitor._note_names",
+        "monitor:Monitor._note_shared_memory",
         "first <= launch",
         "first == 0",
         (SEVEN,),

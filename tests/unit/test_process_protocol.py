@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
 
-from multienv._engine.processes.protocol import close_all, receive_with_descriptors, send_with_descriptors
+from multienv._engine.processes.protocol import send_with_descriptors
 
 LONG = bytes(range(256)) * 400
 
@@ -23,24 +22,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, other
 
 
-def test_a_message_that_the_socket_takes_in_parts_arrives_whole_with_its_descriptors_once(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
-    one, other = ends
-    received, descriptors = b"", []
-    sender = threading.Thread(target=send_with_descriptors, args=(one, LONG, [other.fileno()]))
-    sender.start()
-    while len(received) < len(LONG):
-        part, handed = receive_with_descriptors(other, 4096)
-        received += part
-        descriptors += handed
-    sender.join()
-    close_all(descriptors)
-    assert received == LONG
-    assert len(descriptors) == 1
-
-
-def test_nothing_follows_a_message_of_which_the_peer_has_not_read_the_rest(
+def test_nothing_follows_a_message_of_which_the_socket_has_taken_a_part(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     one, other = ends

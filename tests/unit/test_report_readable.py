@@ -21,8 +21,8 @@ class Odd:
     ("value", "shown"),
     [
         (np.int64(3), {"dtype": "int64", "shape": [], "values": 3}),
-        (np.array([0.5, np.nan], np.float32), {"dtype": "float32", "shape": [2], "values": [0.5, "nan"]}),
-        ({1: (2.0, float("inf"))}, {"1": [2.0, "inf"]}),
+        (np.array([0.5, np.nan], np.float32), {"dtype": "float32", "shape": [2], "values": [0.5, "NaN"]}),
+        ({1: (2.0, float("inf"))}, {"1": [2.0, "Infinity"]}),
         (Odd(), "<a Odd>"),
         (Call("poke", (0.5,)), {"name": "poke", "args": [0.5], "kwargs": None, "slots": None, "recorded": True}),
     ],

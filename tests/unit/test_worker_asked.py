@@ -66,10 +66,10 @@ def hear(do: str, path: str, way: str, busy: int = 7, slot: int = 1) -> tuple[in
     words[BUSY], words[SLOT] = busy, slot
     NOTED[do][0](Path(path))
     words[BUSY] = words[SLOT] = 0
-    number, obstacle = words[ASKED_OUTSIDE], OBSTACLES[asked.take()]
+    number, obstacle = words[ASKED_OUTSIDE], OBSTACLES[asked.pop_obstacle()]
     others = Segment(-1).words
     asked.move(others)
-    return number, obstacle, others[ASKED_OUTSIDE], asked.take()
+    return number, obstacle, others[ASKED_OUTSIDE], asked.pop_obstacle()
 
 
 @pytest.fixture(scope="module")

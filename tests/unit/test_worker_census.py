@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kit.own_process import Forks
-from multienv._engine.worker.census import OBSTACLES, Found, census, put_back, standard_streams
+from multienv._engine.worker.census import OBSTACLES, Found, census, reopen, standard_streams
 
 # Nobody holds them; the process is about to end.
 libc = ctypes.CDLL(None, use_errno=True)
@@ -207,7 +207,7 @@ def put_files_back(path: str) -> dict[str, Any]:
     told: dict[str, Any] = {"moved": [os.lseek(file, 0, os.SEEK_CUR) for file in files]}
     olds = [os.dup(file) for file in files]
     fcntl.flock(olds[1], fcntl.LOCK_EX)
-    put_back(found)
+    reopen(found)
     told["left"] = len(descriptors()) - len(before) - len(files) - len(olds)
     for old in olds:
         os.lseek(old, 50, os.SEEK_SET)

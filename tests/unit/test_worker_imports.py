@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from multienv._engine.worker import imports
-from multienv._engine.worker.imports import changed_file, noted
+from multienv._engine.worker.imports import changed_file, noted_files
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def files_of(found: bytes) -> dict[str, tuple[int, int]]:
 def test_imported_modules_are_noted_with_packages_but_without_the_standard_library(module: Path) -> None:
     began = time.time_ns()
     importlib.import_module("noted_module")
-    files = files_of(noted(began))
+    files = files_of(noted_files(began))
     status = module.stat()
     assert files[str(module)] == (status.st_mtime_ns, status.st_size)
     assert np.__file__ in files
@@ -50,16 +50,16 @@ def test_imported_modules_are_noted_with_packages_but_without_the_standard_libra
 
 def test_file_is_noted_once_as_it_was_when_its_module_was_imported(module: Path) -> None:
     importlib.import_module("noted_module")
-    before = noted(time.time_ns())
+    before = noted_files(time.time_ns())
     module.write_text("VALUE = 200\n")
-    assert noted(time.time_ns()) == before, "a fork inherits the module and what was noted of it"
+    assert noted_files(time.time_ns()) == before, "a fork inherits the module and what was noted of it"
 
 
 def test_file_that_is_written_while_it_may_be_imported_equals_no_other(module: Path) -> None:
     began = time.time_ns()
     os.utime(module, ns=(began + 10**9, began + 10**9))
     importlib.import_module("noted_module")
-    found = noted(began)
+    found = noted_files(began)
     later = pickle.dumps((pickle.loads(found)[0], {str(module): (began + 10**9, module.stat().st_size)}))
     assert changed_file(found, later) == str(module)
 
@@ -67,7 +67,7 @@ def test_file_that_is_written_while_it_may_be_imported_equals_no_other(module: P
 def test_module_without_a_file_and_one_that_was_deleted_do_no_harm(module: Path) -> None:
     importlib.import_module("noted_module")
     module.unlink()
-    assert files_of(noted(time.time_ns()))[str(module)] == (0, 0)
+    assert files_of(noted_files(time.time_ns()))[str(module)] == (0, 0)
 
 
 def test_files_that_both_have_are_compared_by_time_and_size_and_on_another_host_by_size() -> None:
@@ -92,5 +92,5 @@ def test_an_object_that_only_says_that_it_is_a_module_is_passed_over(
     module: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "noted_module", SaysThatItIsAModule())
-    assert str(module) not in files_of(noted(0))
+    assert str(module) not in files_of(noted_files(0))
     assert not imports.is_installed(SaysThatItIsAModule())

@@ -46,8 +46,8 @@ def told_by_resets(group: EnvGroup, number: int, *slots: int) -> list[int]:
     """Reset slots in the request with this number; return those of which the reply tells."""
     group.words[BUSY] = number
     for slot in slots:
-        group.begin(slot)
-    return list(group.replay_points.take())
+        group.reset(slot)
+    return list(group.replay_points.pop_generators())
 
 
 def test_resets_are_told_of_so_often_that_it_takes_a_fixed_part_of_the_time_of_the_envs():
@@ -74,7 +74,7 @@ def test_a_reset_that_fails_is_not_told_of_but_the_next_one_is(outcome: Any):
     group.envs[0].outcome = outcome  # type: ignore[attr-defined]
     group.words[BUSY] = 1
     with pytest.raises((ValueError, TypeError)):
-        group.begin(0)
+        group.reset(0)
     assert told_by_resets(group, 1, 1) == [1]
     group.envs[0].outcome = None  # type: ignore[attr-defined]
     assert told_by_resets(group, 2, 0) == [0]

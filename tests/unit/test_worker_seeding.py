@@ -154,7 +154,7 @@ def test_generators_of_the_process_are_told_as_they_are_now_whatever_has_been_dr
 def test_a_renewed_env_draws_otherwise_than_any_other() -> None:
     envs = [Drawing() for _ in range(3)]
     for env in envs:
-        seeding.give_generator(env, 7)
+        seeding.ensure_generator(env, 7)
     for env in envs[1:]:
         seeding.renew(wrapped(env))
     assert len({float(env.np_random.random()) for env in envs}) == 3

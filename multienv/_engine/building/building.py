@@ -234,7 +234,7 @@ class Workers:
         hooks: Sequence[Hook] = (),
         reports: str | os.PathLike[str] | None = None,
     ) -> None:
-        refuse_while_importing("An env in a process of its own")
+        refuse_while_importing()
         for name, value, kind in (("restart", restart, RestartPolicy), ("deadlines", deadlines, Deadlines)):
             if not isinstance(value, kind):
                 raise UsageError(f"{name} is {value!r:.100}; give {name}={kind.__name__}(...).")
@@ -414,8 +414,6 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
     try:  # uninterrupted, because a descriptor is made there
         return run_uninterrupted(partial(share, data, buffers))
     except OSError as error:
-        if error.errno is None:  # a signal handler's
-            raise
         raise limit_error(error) from None
 
 
@@ -471,10 +469,8 @@ def listed_env_fns(owner: str, env_fns: Iterable[EnvFn]) -> list[EnvFn]:
 
 def mode_of(mode: Any) -> AutoresetMode:
     """Return the mode that is given as a member, its name or its value; raise UsageError if there is none."""
-    if isinstance(mode, AutoresetMode):
-        return mode
     for known in AutoresetMode:
-        if mode in (known.name, known.value):
+        if mode in (known, known.name, known.value):
             return known
     names = ", ".join(f"AutoresetMode.{known.name}" for known in AutoresetMode)
     raise UsageError(f"autoreset_mode is {mode!r}; choose one of {names}.")

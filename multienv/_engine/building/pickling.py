@@ -118,10 +118,10 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
         told = f"{file}, line {lines[0]}: workers have to do this, too."
         with contextlib.suppress(Exception):
             data = _by_name(env_fns, told, least)
-            _tell(file, lines[0], _IMPORTED)
+            _warn_once(file, lines[0], _IMPORTED)
             return data
     for line in lines:
-        _tell(file, line, _NOT_DONE)
+        _warn_once(file, line, _NOT_DONE)
     registered, failure, seen = registered_in_main(), None, list[Any]()
     for names in (registered, {}) if registered else ({},):
         of_main: dict[str, Any] = {}  # filled while what comes before it is pickled
@@ -139,7 +139,7 @@ def pickled_env_fns(env_fns: tuple[Any, ...], least: int | None = None) -> _Pick
 
 
 @cache
-def _tell(file: str, line: int, text: str) -> None:
+def _warn_once(file: str, line: int, text: str) -> None:
     """Log what becomes of a line of the main script in workers; once."""
     logger.warning("%s, line %d: %s", file, line, text)
 

@@ -91,20 +91,15 @@ class Cluster:
         is_ours = address is None and not os.environ.get("RAY_ADDRESS")
         # "local": a Ray that runs on this machine already is somebody else's.
         where = {"address": "local", "include_dashboard": False} if is_ours else {"address": address or "auto"}
-        # Ray's agents outlive a trainer that was killed by so many seconds; they take it from their environment.
-        kept = os.environ.get(_OUTLIVING)
+        if is_ours:  # Ray's agents outlive a trainer that was killed by so many seconds; they inherit the variable
+            os.environ.setdefault(_OUTLIVING, "5")
         try:
-            if is_ours:
-                os.environ[_OUTLIVING] = kept or "5"
             ray.init(**where, logging_level=logging.ERROR, ignore_reinit_error=True)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(
                 f"Ray at {where['address']!r} cannot be reached: {error}. Give RayOptions(address=...) of a cluster "
                 "that runs, or none for a local one."
             ) from error
-        finally:
-            if is_ours and kept is None:
-                os.environ.pop(_OUTLIVING, None)
         Cluster._is_ours, Cluster._users = is_ours, 0
 
     def disconnect(self) -> None:
@@ -241,7 +236,7 @@ class HostActor:
     """
 
     def __init__(self, hash_seed: str) -> None:
-        launcher.set_hash_seed(hash_seed)
+        launcher.hash_seed = hash_seed
         self._relay = Relay()
 
     def version(self) -> str:

@@ -62,6 +62,9 @@ class RelayChannel(Channel):
     Args:
         courier: Carries frames to its relay.
         begin: Makes the frame that launches or wakes the worker, of the channel's name.
+
+    Attributes:
+        bell: Wakes what waits for news of this channel.
     """
 
     spins = 1  # an answer that is there is taken at once; to spin longer is of no use over a network
@@ -69,7 +72,7 @@ class RelayChannel(Channel):
     def __init__(self, courier: Courier, begin: Callable[[int], Frame]) -> None:
         self.segment = Segment(-1)
         self.segment.words[WORKER_SLEEPS] = 1  # ring() is always called
-        self._bell = Bell()
+        self.bell = Bell()
         self._courier = courier
         self._expected = self._posted = 0  # the newest request that is asked, before it is posted and after that
         self._layout: Any = self.segment.layout  # that the relay knows
@@ -109,14 +112,14 @@ class RelayChannel(Channel):
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptor of the bell."""
-        return (self._bell.descriptor,)
+        return (self.bell.descriptor,)
 
     def attend(self) -> bool:
         """Silence the bell, unless the process has ended or the channel is closed; tell whether that is so."""
-        self._bell.silence()
+        self.bell.silence()
         ended = self._gone is not None or self._is_released
         if ended:
-            self._bell.ring()
+            self.bell.ring()
         return ended
 
     def has_ended(self) -> bool:
@@ -148,10 +151,6 @@ class RelayChannel(Channel):
         segment.words[REPLY] = number
         return bool(segment.words[TRAINER_SLEEPS])
 
-    def rouse(self) -> None:
-        """Wake whatever waits for news of this channel."""
-        self._bell.ring()
-
     def hear_progress(self, words: bytes) -> None:
         """Note what the worker is at."""
         mine = self.segment.words
@@ -161,17 +160,17 @@ class RelayChannel(Channel):
     def hear_stacks(self, text: str) -> None:
         """Note the stacks that were asked for."""
         self._stacks.append(text)
-        self._bell.ring()
+        self.bell.ring()
 
     def hear_gone(self, gone: Gone) -> None:
         """Note how the process ended; only the first time."""
         if self._gone is None:
             self._gone = gone
-        self._bell.ring()
+        self.bell.ring()
 
     # --- the end --------------------------------------------------------------------------------
 
-    def lose(self, cause: LossCause = "died", detail: str = "the channel is closed") -> Gone:
+    def how_it_ended(self, cause: LossCause = "died", detail: str = "the channel is closed") -> Gone:
         """Return what the relay told of the end."""
         return Gone(cause, pid=self.pid, detail=detail) if self._gone is None else replace(self._gone)
 
@@ -181,8 +180,8 @@ class RelayChannel(Channel):
             left = until - time.monotonic()
             if left <= 0 or not self._courier.is_up:
                 return False
-            readable((self._bell.descriptor,), min(left, LONGEST_SLEEP))
-            self._bell.silence()
+            readable((self.bell.descriptor,), min(left, LONGEST_SLEEP))
+            self.bell.silence()
         return True
 
     def stack(self) -> str:
@@ -200,7 +199,7 @@ class RelayChannel(Channel):
             self._courier.post((frames.KILL, self.name, cause, stack, detail))
             if not self._await(lambda: self._gone is not None, _KILL_PATIENCE):
                 self.hear_gone(Gone(cause, pid=self.pid, detail=detail or "its host did not tell how"))
-        return self.lose(cause, detail)
+        return self.how_it_ended(cause, detail)
 
     def wake(self) -> RelayChannel | None:
         """Tell the relay to wake the snapshot, which says by its first answer that it is up."""
@@ -222,7 +221,7 @@ class RelayChannel(Channel):
         if not self._is_released:
             self._courier.post((frames.RELEASE, self.name))
             self._is_released = True
-            self._bell.ring()
+            self.bell.ring()
         if not keep_memory:
             self.segment.unmap()
 
@@ -340,7 +339,7 @@ class Courier:
         """Hear what has come, send what there is, and wait for more."""
         self._bell.silence()
         while self._ended:
-            self._hear(*self._ended.popleft())
+            self._handle_reply(*self._ended.popleft())
         now = time.monotonic()
         self._look_for_silence(host, now)
         self._send(host, now)
@@ -364,14 +363,14 @@ class Courier:
         if given or (self._waiting and not self._calls):
             serial = next(self._serials)
             self._calls[serial] = now
-            host.call(serial, given).add_done_callback(partial(self._note, serial))
+            host.call(serial, given).add_done_callback(partial(self._on_call_ended, serial))
 
-    def _note(self, serial: int, future: Future[list[Frame]]) -> None:
+    def _on_call_ended(self, serial: int, future: Future[list[Frame]]) -> None:
         """Note, in whatever thread, that a call has ended."""
         self._ended.append((serial, future))
         self._bell.ring()
 
-    def _hear(self, serial: int, future: Future[list[Frame]]) -> None:
+    def _handle_reply(self, serial: int, future: Future[list[Frame]]) -> None:
         """Give the frames of a reply to their channels; if the call has failed, the host is lost."""
         del self._calls[serial]
         error = future.exception()  # raised, it would hold this frame, and that the future: a cycle that keeps the bell
@@ -394,7 +393,7 @@ class Courier:
             if channel is not None and getattr(channel, f"hear_{kind}")(*rest):
                 sleepers.append(channel)
         for channel in sleepers:  # last: the trainer finds all answers when it is woken once
-            channel.rouse()
+            channel.bell.ring()
 
     def _look_for_silence(self, host: RayHost, now: float) -> None:
         """See whether the host is silent for too long. While this process was stopped, it could not hear anybody."""

@@ -67,7 +67,7 @@ class Relayed:
     def look(self) -> None:
         """Note how the worker has ended, if it has not answered."""
         if not self.channel.answered(self.asked):
-            self.gone = self.channel.lose()
+            self.gone = self.channel.how_it_ended()
 
     def words(self) -> bytes:
         """Return the control words that the trainer reads."""
@@ -105,10 +105,10 @@ class Relay:
         self._bell.ring()  # an older call returns now, with what it has
         with self._turn:
             while self._inbox:
-                self._take(*self._inbox.popleft())
+                self._carry_out(*self._inbox.popleft())
             return self._collect(mine, is_poll=not sent)
 
-    def _take(self, serial: int, sent: list[Frame]) -> None:
+    def _carry_out(self, serial: int, sent: list[Frame]) -> None:
         """Carry out the frames of a call when it is its turn, and of those that came before their turn."""
         self._early[serial] = sent
         while self._serial in self._early:
@@ -117,7 +117,7 @@ class Relay:
                     getattr(self, f"_do_{frame[0]}")(*frame[1:])
                 except Exception as error:  # no memory, no thread: that of one worker, not of the host
                     if frame[0] != frames.FREE:
-                        self._break(frame[1], error)
+                        self._mark_broken(frame[1], error)
             self._serial += 1
 
     # --- waiting ------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Relay:
         worker.asked = 0
         return frames.ANSWER, name, number, worker.words(), bytes(bank.view[: HEAD.size]), rows, payload
 
-    def _break(self, name: int, error: Exception) -> None:
+    def _mark_broken(self, name: int, error: Exception) -> None:
         """Tell that a worker is lost because its relay failed, or that it could not be launched."""
         worker = self._workers.get(name)
         gone = Gone("broken", detail=f"its relay failed: {type(error).__name__}: {error}")

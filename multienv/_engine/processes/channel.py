@@ -153,10 +153,10 @@ class Channel(ABC):
         if self.answered(number):
             return True
         if ended:
-            raise self.lose()
+            raise self.how_it_ended()
         return False
 
-    def lose(self) -> Gone:
+    def how_it_ended(self) -> Gone:
         """Return what :meth:`wait` raises, once the process has ended."""
         return self.kill()
 

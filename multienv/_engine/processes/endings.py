@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from multienv._engine.processes.channel import Channel, readable
 from multienv._engine.processes.worker_process import KILL_PATIENCE, ProcessChannel, crowd_seconds
@@ -23,34 +24,18 @@ SOON = 0.5
 _NAMED = 3
 
 
-class Cut(NamedTuple):
-    """Describes a process that was killed before its envs were closed.
-
-    Attributes:
-        envs: Its envs, such as "env 3".
-        seconds: How long it had time.
-        busy: The call that it was still making; ``""``: none, it was closing its envs.
-    """
-
-    envs: str
-    seconds: float
-    busy: str = ""
-
-
-def log_cuts(cuts: Iterable[Cut]) -> None:
-    """Log one warning for all processes to which the same happened."""
-    kinds: dict[tuple[float, str], list[str]] = {}
-    for cut in cuts:
-        kinds.setdefault((cut.seconds, cut.busy), []).append(cut.envs)
-    for (seconds, busy), envs in kinds.items():
-        if busy:
-            what = f"was not called: {busy} had not ended after {seconds:.1f} s, and the process was killed."
-        else:
-            what = f"was cut short: it had not returned after {seconds:.1f} s, and the process was killed. "
-            what += "Give it more time: Deadlines(close=...)."
-        envs.sort(key=lambda name: (len(name), name))  # env 2 before env 10
+def log_cuts(envs: Collection[str]) -> None:
+    """Log one warning for all processes that were killed before their envs were closed, each named by its envs."""
+    if envs:
+        named = sorted(envs, key=lambda name: (len(name), name))  # env 2 before env 10
         more = f" and {len(envs) - _NAMED:,} more" if len(envs) > _NAMED else ""
-        logger.warning("close() of %s%s %s", ", ".join(envs[:_NAMED]), more, what)
+        logger.warning(
+            "close() of %s%s was cut short, and the process was killed. Give envs more time to close: "
+            "Deadlines(close=...). A call that is still being made has %.1f s to end.",
+            ", ".join(named[:_NAMED]),
+            more,
+            BUSY_PATIENCE,
+        )
 
 
 class Closing:
@@ -61,12 +46,12 @@ class Closing:
         seconds: That they may take.
 
     Attributes:
-        cuts: Where it notes them; ``None``: it logs each at once.
+        cuts: Where it notes their envs; ``None``: it logs each at once.
     """
 
     def __init__(self, ask: Callable[[Channel], object], seconds: float) -> None:
         self._ask, self._seconds = ask, seconds
-        self.cuts: list[Cut] | None = None
+        self.cuts: list[str] | None = None
 
     def time(self, patience: float | None = None) -> tuple[float, float]:
         """Return the seconds that a process has, and when it is killed; ``patience``: it has no more than that."""
@@ -74,31 +59,31 @@ class Closing:
         spare = crowd_seconds() if limit == self._seconds else 0.0  # a timeout of the caller's is kept
         return limit, time.monotonic() + limit + spare
 
-    def finish(self, channel: Channel, number: int, name: str, limit: float, until: float) -> bool:
+    def finish(self, channel: Channel, number: int, until: float) -> bool:
         """Wait a short time for the answer to a call, for nobody; kill the process if it does not come."""
         if channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until)):
             return True
         channel.kill()
-        self._note(Cut(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{name}()"))
+        self._note_cut(channel)
         return False
 
-    def end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> None:
+    def end(self, channel: Channel, until: float, *, keep_memory: bool = False) -> None:
         """Ask a process to close its envs and end; kill it if it has not by ``until``."""
         channel.is_closing = True
         self._ask(channel)
         if channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory):
-            self._note(Cut(channel.envs, limit))
+            self._note_cut(channel)
 
-    def _note(self, cut: Cut) -> None:
+    def _note_cut(self, channel: Channel) -> None:
         if self.cuts is not None:
-            self.cuts.append(cut)
+            self.cuts.append(channel.envs)
         else:
-            beside(partial(log_cuts, [cut]), SOON)
+            beside(partial(log_cuts, [channel.envs]), SOON)
 
 
 def close_together(workers: Collection[Any], calls: Iterable[Callable[[], Any]]) -> None:
     """Make the calls that close these workers, all at the same time; log once for all that had to be killed."""
-    cuts: list[Cut] = []
+    cuts: list[str] = []
     for worker in workers:
         worker.closing.cuts = cuts
     try:
@@ -117,14 +102,14 @@ def end_all(channels: Sequence[ProcessChannel]) -> None:
     """
     for channel in channels:
         channel.end_requests()
-    began, cuts = time.monotonic(), list[Cut]()
+    began, cuts = time.monotonic(), list[str]()
     left = dict.fromkeys(channels, 0.0)  # when each was killed; 0: it was not
     try:
         while left := {channel: killed for channel, killed in left.items() if not channel.has_ended()}:
             soonest = BUSY_PATIENCE  # an env may become busy or idle
             for channel, killed in list(left.items()):
-                is_busy, patience, now = channel.is_busy(), channel.patience, time.monotonic()
-                patience = min(BUSY_PATIENCE, patience) if is_busy else patience
+                patience, now = channel.patience, time.monotonic()
+                patience = min(BUSY_PATIENCE, patience) if channel.is_busy() else patience
                 due = killed + KILL_PATIENCE if killed else began + patience + crowd_seconds()
                 if now < due:
                     soonest = min(soonest, due - now)
@@ -132,8 +117,8 @@ def end_all(channels: Sequence[ProcessChannel]) -> None:
                     del left[channel]
                 else:
                     left[channel] = now
-                    if channel.give_up() and channel.patience:  # else another thread logs it
-                        cuts.append(Cut(channel.envs, patience, busy="a call" if is_busy else ""))
+                    if channel.order_kill() and channel.patience:  # else another thread logs it
+                        cuts.append(channel.envs)
             fates = [descriptor for channel in left for descriptor in channel.descriptors()[1:]]
             if left and not readable(fates, soonest):
                 next(iter(left)).resume()
@@ -150,12 +135,10 @@ def let_go(channels: Sequence[Channel]) -> None:
     for channel in channels:
         if channel not in alive:
             channel.release()
-    if alive and not sys.is_finalizing():
-        try:
+    with contextlib.suppress(RuntimeError):  # no thread is to be had
+        if alive and not sys.is_finalizing():
             start_plain_thread(partial(_end_and_release, alive))
             return
-        except RuntimeError:  # no thread is to be had
-            pass
     for channel in alive:
         channel.release()
 

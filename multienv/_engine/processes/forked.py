@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -17,13 +15,6 @@ from multienv._engine.worker import main as worker_main
 from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors, mark_of
 
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process on Linux; do nothing elsewhere."""
-    if _libc is not None:
-        _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
 def part_from_monitor(monitor: int, kept: Sequence[int]) -> None:
@@ -34,9 +25,9 @@ def part_from_monitor(monitor: int, kept: Sequence[int]) -> None:
         kept: Descriptors that stay open, besides the standard streams.
     """
     signal.set_wakeup_fd(-1)
-    worker_main.take_signals()
+    worker_main.set_signal_handlers()
     os.setpgid(0, 0)
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the forking thread ends: the monitor has only one
+    worker_main.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the forking thread ends: the monitor has only one
     if os.getppid() != monitor:
         os._exit(worker_main.LOOP_FAILED)  # the monitor died before the line above
     for descriptor in open_descriptors() - {0, 1, 2, *kept}:

@@ -41,7 +41,7 @@ from multienv._engine.processes.environment import (
 )
 from multienv._engine.processes.leftovers import end_orphans, remove_folder
 from multienv._engine.processes.limits import limit_error, raise_descriptor_limit, refuse_too_many
-from multienv._engine.processes.protocol import DROP, FREE, LAUNCH, PRELOAD, WAKE, Order, tell_fate
+from multienv._engine.processes.protocol import DROP, FREE, LAUNCH, PRELOAD, WAKE, Order, fate_line
 from multienv._engine.processes.worker_process import (
     LONGEST_SEND,
     ProcessChannel,
@@ -57,14 +57,8 @@ from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv.errors import ClosedError, UsageError
 
 METHODS = ("forkserver", "spawn")
-LIGHT = (
-    "numpy",
-    "cloudpickle",
-    "gymnasium",
-    "gymnasium.wrappers",
-    "gymnasium.envs.classic_control",
-    "multienv._engine.worker.host",
-)
+# What the monitor imports; the host imports numpy, cloudpickle and gymnasium.
+LIGHT = ("gymnasium.wrappers", "gymnasium.envs.classic_control", "multienv._engine.worker.host")
 # Out of reach of the terminal's Ctrl-C, yet in the trainer's session: Linux schedules session against session
 # (autogroups), and workers in a session of their own step half as fast.
 _APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
@@ -122,16 +116,16 @@ class Preload:
         self.token, self.names = next(_tokens), tuple(names)
         self._title, self._is_learned = ", ".join(names) or "what it needs", not names
         self._setting, self._seconds = setting, seconds
-        self._told: tuple[Any, ...] = ()  # the monitor, and the names that it knows
+        self._sent: tuple[Any, ...] = ()  # the monitor, and the names that it knows
 
     def learn(self, imports: Imports) -> None:
         """Add what a worker has imported; the variables that were set for that are set before it is imported again."""
         self.names = tuple(dict.fromkeys(self.names + imports.names))
         self._setting = replace(self._setting, variables={**self._setting.variables, **imports.variables})
 
-    def tell(self, client: MonitorClient) -> None:
+    def send_to(self, client: MonitorClient) -> None:
         """Tell the monitor what to import, unless it knows. Raises OSError."""
-        if self._told == (client, self.names):
+        if self._sent == (client, self.names):
             return
         descriptor = anonymous_file()
         try:
@@ -140,7 +134,7 @@ class Preload:
             client.send(Order(PRELOAD, token=self.token, title=self._title), [descriptor, *_standard_streams()])
         finally:
             os.close(descriptor)
-        self._told = client, self.names
+        self._sent = client, self.names
 
     @finalizer
     def __del__(self) -> None:
@@ -287,12 +281,6 @@ _turn = threading.Lock()
 _is_shutting_down = False
 
 
-def set_hash_seed(seed: str) -> None:
-    """Set the seed of PYTHONHASHSEED for workers that are launched from now on: in its order they iterate over sets."""
-    global hash_seed
-    hash_seed = seed
-
-
 def _send_at_once(order: Order) -> None:
     """Send an order from a finalizer; it waits only for room in the monitor's socket, and raises nothing."""
     client = _client
@@ -315,17 +303,15 @@ def _launched(order: Order, shared: int = -1, preload: Preload | None = None) ->
             try:
                 with _turn:
                     if preload is not None:
-                        preload.tell(client)
+                        preload.send_to(client)
                     return _ordered(client, order, shared)
             except OSError as error:
                 if error.errno not in _ENDED:
                     raise
                 sometimes("the monitor ends while a worker is launched")
         assert client is not None
-        return ProcessChannel(_tell_no_launch, client.resume)
+        return ProcessChannel(_write_no_launch, client.resume)
     except OSError as error:
-        if error.errno is None:  # a signal handler's: see SystemErrors
-            raise
         raise limit_error(error) from None
 
 
@@ -333,19 +319,19 @@ def _learned(client: MonitorClient, preload: Preload, imports: Imports) -> None:
     """Add imports to a preload, and tell the monitor of them."""
     with _turn, contextlib.suppress(OSError):  # the next launch tells it
         preload.learn(imports)
-        preload.tell(client)
+        preload.send_to(client)
 
 
-def _tell_no_launch(descriptors: Sequence[int]) -> None:
+def _write_no_launch(descriptors: Sequence[int]) -> None:
     """Tell what a monitor would tell of a worker that it cannot launch."""
-    os.write(descriptors[0], tell_fate(Fate(None, stderr=_NO_LAUNCH)))
+    os.write(descriptors[0], fate_line(Fate(None, stderr=_NO_LAUNCH)))
 
 
 def _ordered(client: MonitorClient, order: Order, shared: int = -1) -> ProcessChannel:
-    def give(descriptors: Sequence[int]) -> None:
+    def send(descriptors: Sequence[int]) -> None:
         client.send(order, [*descriptors, *_standard_streams()] if order.operation == LAUNCH else descriptors)
 
-    return ProcessChannel(give, client.resume, shared)
+    return ProcessChannel(send, client.resume, shared)
 
 
 def _standard_streams() -> list[int]:

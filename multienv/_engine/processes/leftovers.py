@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,15 +60,11 @@ def is_spared(pid: int) -> bool:
 def end_orphans(monitor: int) -> None:
     """Kill what the envs of a dead monitor have started; the kernel kills its workers, and its snapshots end.
 
+    Resource trackers end by themselves, once they have unlinked what they know.
     Where the trainer is process 1, as in a container without an init, all of them are its children now, to be reaped.
     """
     orphans = {pid for pid in _processes() if mark_in(pid).startswith(f"{monitor}.")}
     kill(pid for pid in orphans if not is_tracker(pid))
-    kill(filter(is_tracker, orphans), signal.SIGCONT)
-    until = time.monotonic() + TRACKER_GRACE
-    while any(map(is_tracker, orphans)) and time.monotonic() < until:
-        time.sleep(0.01)  # not its parent: nothing tells its end
-    kill(filter(is_tracker, orphans))
     while os.getpid() == 1:
         dead = {pid for pid in children() if is_titled(pid)}  # again: a worker's children come when it has ended
         kill(dead)
@@ -198,17 +193,11 @@ def remove_folder(folder: str) -> None:
             if mounted == real or mounted.startswith(f"{real}/"):
                 return
     shutil.rmtree(folder, ignore_errors=True)
-    if os.path.lexists(folder):  # some folder in it cannot be written to
-        for inside, _, _ in os.walk(folder):
-            with contextlib.suppress(OSError):
-                Path(inside).chmod(0o700)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_descriptors() -> set[int]:
     """Return the numbers of all descriptors of this process."""
-    for directory in ("/proc/self/fd", "/dev/fd"):
-        with contextlib.suppress(OSError):
-            # That of the list itself is closed again.
-            return {int(name) for name in os.listdir(directory) if os.path.lexists(f"{directory}/{name}")}
+    with contextlib.suppress(OSError):
+        # That of the list itself is closed again.
+        return {int(name) for name in os.listdir("/dev/fd") if os.path.lexists(f"/dev/fd/{name}")}
     return set(range(3, 1024))

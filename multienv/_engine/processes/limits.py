@@ -55,7 +55,12 @@ def limits_of_workers() -> dict[int, int]:
 
 
 def limit_error(error: OSError) -> SystemLimitError:
-    """Return the error to raise when a system call for a worker has failed: it names the limit and what to do."""
+    """Return the error to raise when a system call for a worker has failed: it names the limit and what to do.
+
+    Raises an ``error`` that a signal handler has raised: see ``SystemErrors``.
+    """
+    if error.errno is None:
+        raise error
     return SystemLimitError(error.errno, f"No worker can be launched: {os.strerror(error.errno or 0)}. {advice(error)}")
 
 

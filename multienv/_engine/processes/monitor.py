@@ -26,11 +26,10 @@ from itertools import count
 from pathlib import Path
 
 from multienv._engine.processes.channel import Fate
-from multienv._engine.processes.forked import become_worker, prctl
+from multienv._engine.processes.forked import become_worker
 from multienv._engine.processes.leftovers import (
     TRACKER_GRACE,
     children,
-    is_spared,
     is_starting,
     is_titled,
     is_tracker,
@@ -57,11 +56,11 @@ from multienv._engine.processes.protocol import (
     WAKE,
     Order,
     close_all,
+    fate_line,
     receive_with_descriptors,
     send_with_descriptors,
+    stack_line,
     takes_more,
-    tell_fate,
-    tell_stack,
 )
 from multienv._engine.processes.template import Template
 from multienv._engine.worker import imports
@@ -105,9 +104,7 @@ class FrozenCopy:
     launch: int  # the worker's
 
     def end(self) -> None:
-        """End the snapshot, also if it has been stopped: it exits when its channel closes."""
-        with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGCONT)
+        """End the snapshot: it exits when its channel closes."""
         self.channel.close()
 
 
@@ -137,7 +134,7 @@ class MonitoredWorker:
         last = (term + TERM_GRACE + KILL_GRACE, None)
         self.kills = self.kills or [(term, signal.SIGTERM), (term + TERM_GRACE, signal.SIGKILL), last]
 
-    def tell(self, line: bytes) -> bool:
+    def send_line(self, line: bytes) -> bool:
         """Send a line to the trainer; return false if the trainer has released the worker."""
         with contextlib.suppress(OSError):
             send_with_descriptors(self.fate, line)
@@ -189,7 +186,7 @@ class Monitor:
         self._some_start = False  # some process is not known yet: look again soon
         self._stderr_patience = STDERR_PATIENCE
         self._reserve = os.open(os.devnull, os.O_RDONLY)  # closed while an order with descriptors is received
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        worker_main.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
         """Serve until there are no workers and no more orders can come; then kill and reap all other children."""
@@ -200,7 +197,7 @@ class Monitor:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self._on_readable(wake_read, lambda: self._reap(wake_read, wake_write))
         self._control.setblocking(False)
-        self._on_readable(self._control.fileno(), self._hear_trainer)
+        self._on_readable(self._control.fileno(), self._on_control_readable)
         while not self._is_done():
             self._dispatch(self._advance())
         # Also reaped: where the trainer is process 1, zombies would come to it.
@@ -213,7 +210,7 @@ class Monitor:
 
     def _is_done(self) -> bool:
         if os.getppid() != self._trainer:
-            self._lose_trainer()
+            self._on_trainer_gone()
         if self._is_needed() or (self._takes_orders and (self._bereaved or self._kept)):
             self._ends_at = time.monotonic() + IDLE
             return False
@@ -221,29 +218,26 @@ class Monitor:
             # From now on the trainer finds its orders refused, and launches another monitor. An order that was sent
             # before is carried out, and this monitor ends after that.
             self._control.shutdown(socket.SHUT_RD)
-            self._take_no_more_orders()
-            while self._take_order():
+            self._refuse_orders()
+            while self._carry_out_next_order():
                 pass
         if self._takes_orders or self._is_needed():
             return False
         self._kill_adopted(children())
-        left, until = children() - self._spared(), self._ends_at
-        if any(map(is_spared, left)):
-            kill(left, signal.SIGCONT)  # one that has been stopped would not end by itself
-            until += TRACKER_GRACE
-        return not left or time.monotonic() >= until
+        # Killed ones are waited for in run() without a limit; a resource tracker, which ends by itself, for so long.
+        return not children() - self._spared() or time.monotonic() >= self._ends_at + TRACKER_GRACE
 
     def _is_needed(self) -> bool:
         """Tell whether there are workers, or some are to be launched once a template is ready."""
         return bool(self._workers) or any(template.waiting for template in self._templates.values())
 
-    def _take_no_more_orders(self) -> None:
+    def _refuse_orders(self) -> None:
         self._takes_orders = False
         self._forget(self._control.fileno())
 
-    def _lose_trainer(self) -> None:
+    def _on_trainer_gone(self) -> None:
         """Take no more orders, because the trainer has ended; kill the workers that do not end by themselves."""
-        self._take_no_more_orders()
+        self._refuse_orders()
         for worker in self._workers.values():
             worker.end(after=ORPHAN_GRACE)
         for token in list(self._templates):
@@ -268,11 +262,11 @@ class Monitor:
 
     # --- orders -------------------------------------------------------------------------------
 
-    def _hear_trainer(self) -> None:
-        if not self._take_order():
-            self._lose_trainer()
+    def _on_control_readable(self) -> None:
+        if not self._carry_out_next_order():
+            self._on_trainer_gone()
 
-    def _take_order(self) -> bool:
+    def _carry_out_next_order(self) -> bool:
         """Carry out one order from the control socket; return false if no more will come."""
         reserve, self._reserve = self._reserve, -1
         if reserve >= 0:
@@ -292,7 +286,7 @@ class Monitor:
         if order.operation == LAUNCH:
             self._launch(order, descriptors)
         elif order.operation == WAKE:
-            self._wake(self._take_kept(order.token), descriptors)
+            self._wake(self._pop_kept(order.token), descriptors)
         elif order.operation == PRELOAD:
             self._preload(order, descriptors)
         else:
@@ -304,19 +298,19 @@ class Monitor:
 
     def _free(self, token: int) -> None:
         """End the snapshot kept under this token; one that is being taken, or woken, ends when it is announced."""
-        snapshot = self._take_kept(token)
+        snapshot = self._pop_kept(token)
         if snapshot is None:
             self._freed.add(token)
         else:
             snapshot.end()
 
-    def _take_kept(self, token: int) -> FrozenCopy | None:
+    def _pop_kept(self, token: int) -> FrozenCopy | None:
         """Remove and return the snapshot kept under this token, after reading all announcements that wait."""
         for worker in self._workers.values():
-            self._hear(worker)
+            self._read_announcements(worker)
         return self._kept.pop(token, None)
 
-    def _take_order_of(self, worker: MonitoredWorker) -> None:
+    def _carry_out_order_of(self, worker: MonitoredWorker) -> None:
         """Carry out an order for one worker; if its socket has ended, the trainer has released it: end the worker."""
         try:
             received = Order.receive(worker.fate)
@@ -348,12 +342,12 @@ class Monitor:
     def _launch(self, order: Order, descriptors: list[int]) -> None:
         """Fork a worker, from its template if that is good; or have it wait until that is known."""
         monitor = os.getpid()
-        take_streams(descriptors)
+        adopt_streams(descriptors)
         template = self._templates.get(order.token)
         try:
             refuse_incomplete(descriptors)
             if template is not None and not template.pid and not template.refusal:
-                self._begin(template)
+                self._start_template(template)
             if template is not None and template.pid and not template.is_ready:
                 self._have_wait(template, order, descriptors)
                 return
@@ -382,7 +376,7 @@ class Monitor:
                 if folder not in used:
                     remove_folder(folder)
 
-    def _note_names(self, dying: set[int], mark: str) -> None:
+    def _note_shared_memory(self, dying: set[int], mark: str) -> None:
         """Note the shared memory of processes that are killed next: it is unlinked when they have ended.
 
         What was there before their worker is spared.
@@ -407,41 +401,41 @@ class Monitor:
         template = self._templates.get(order.token)
         if template is None:
             template = self._templates[order.token] = Template(order.title, self._folder)
-        take_streams(descriptors, own=1)
-        template.take_imports(descriptors)
+        adopt_streams(descriptors, own=1)
+        template.read_imports(descriptors)
         if template.refusal:
             return
-        self._end(template)
+        self._end_template(template)
         self._launch_waiting(template)
         with contextlib.suppress(OSError):  # a launch tries it again
-            self._begin(template)
+            self._start_template(template)
 
-    def _begin(self, template: Template) -> None:
+    def _start_template(self, template: Template) -> None:
         """Begin the process of a template, and listen to it. Raises OSError."""
-        template.begin()
-        self._on_readable(template.fileno(), lambda: self._hear_template(template))
+        template.start()
+        self._on_readable(template.fileno(), lambda: self._on_template_imported(template))
 
     def _have_wait(self, template: Template, order: Order, descriptors: list[int]) -> None:
-        def give_up() -> None:  # by the trainer: nothing else makes the fate socket readable before there is a worker
+        def on_given_up() -> None:  # by the trainer: before there is a worker, nothing else makes its socket readable
             template.waiting.remove((order, descriptors))
             self._decline_waiting(descriptors)
 
         template.waiting.append((order, descriptors))
-        self._on_readable(descriptors[0], give_up)
+        self._on_readable(descriptors[0], on_given_up)
 
     def _decline_waiting(self, descriptors: list[int]) -> None:
         self._forget(descriptors[0])
         self._decline(descriptors, "The worker was not launched: it was given up while its preload was being imported.")
 
-    def _hear_template(self, template: Template) -> None:
+    def _on_template_imported(self, template: Template) -> None:
         self._forget(template.fileno())
-        template.hear()
+        template.read_outcome()
         if template.is_ready:
             self._launch_waiting(template)
         else:
             kill([template.pid])  # _reap() goes on
 
-    def _lose_template(self, template: Template, code: int) -> None:
+    def _on_template_ended(self, template: Template, code: int) -> None:
         """Note that a template has ended: if it was good, or was killed, the next launch forks another.
 
         Else workers do without.
@@ -456,7 +450,7 @@ class Monitor:
         self._launch_waiting(template)
         if why and not template.refusal:
             with contextlib.suppress(OSError):
-                self._begin(template)
+                self._start_template(template)
 
     def _launch_waiting(self, template: Template) -> None:
         waiting, template.waiting = template.waiting, []
@@ -471,9 +465,9 @@ class Monitor:
             return
         for _, descriptors in template.waiting:
             self._decline_waiting(descriptors)
-        self._end(template)
+        self._end_template(template)
 
-    def _end(self, template: Template) -> None:
+    def _end_template(self, template: Template) -> None:
         if template.pid:
             self._forget(template.fileno())
             template.end()
@@ -499,7 +493,7 @@ class Monitor:
     def _decline(descriptors: list[int], why: str) -> None:
         """Tell the trainer why there is no worker, and close the descriptors that came with the order."""
         with contextlib.suppress(OSError, IndexError):  # not all were received
-            os.write(descriptors[0], tell_fate(Fate(None, stderr=why)))
+            os.write(descriptors[0], fate_line(Fate(None, stderr=why)))
         close_all(descriptors)
 
     def _admit(self, descriptors: list[int], ends: list[int], pid: int, launch: int) -> None:
@@ -514,10 +508,10 @@ class Monitor:
         worker.announcements.setblocking(False)
         self._on_readable(worker.stderr, lambda: self._forward_stderr(worker))
         self._on_readable(worker.stack, lambda: self._collect_stack(worker))
-        self._on_readable(worker.fate.fileno(), lambda: self._take_order_of(worker))
-        self._on_readable(worker.announcements.fileno(), lambda: self._hear(worker))
+        self._on_readable(worker.fate.fileno(), lambda: self._carry_out_order_of(worker))
+        self._on_readable(worker.announcements.fileno(), lambda: self._read_announcements(worker))
 
-    def _hear(self, worker: MonitoredWorker) -> None:
+    def _read_announcements(self, worker: MonitoredWorker) -> None:
         """Read the announcements of all snapshots that the worker has taken so far.
 
         The env can write there, too: after what is no announcement, none is read any more.
@@ -570,7 +564,7 @@ class Monitor:
             worker = self._workers.get(found.si_pid)
             if worker is not None:
                 if children() - self._spared():  # its env, or another's, has started programs
-                    self._note_names(members(worker.pid), mark_of(os.getpid(), worker.pid))
+                    self._note_shared_memory(members(worker.pid), mark_of(os.getpid(), worker.pid))
                     kill_bereaved_group(worker.pid)
                 else:
                     kill_group(worker.pid, signal.SIGKILL)
@@ -580,7 +574,7 @@ class Monitor:
                 self._finish(worker, code)
             for template in list(self._templates.values()):
                 if template.pid == found.si_pid:
-                    self._lose_template(template, code)
+                    self._on_template_ended(template, code)
         self._kill_adopted(adopted)
         self._unlink_names()
         self._remove_folders()
@@ -592,11 +586,11 @@ class Monitor:
             os.set_blocking(descriptor, False)
         self._forward_stderr(worker)
         self._collect_stack(worker)
-        self._hear(worker)
+        self._read_announcements(worker)
         if not self._takes_orders:
             worker.drop_snapshot()
         left = None if worker.snapshot is None else worker.snapshot.number
-        is_heard = worker.tell(tell_fate(Fate(code, text(worker.stack_text), text(worker.tail), left)))
+        is_heard = worker.send_line(fate_line(Fate(code, text(worker.stack_text), text(worker.tail), left)))
         for descriptor in (worker.stderr, worker.stack, worker.announcements.fileno()):
             self._forget(descriptor)
         os.close(worker.stderr)
@@ -628,7 +622,7 @@ class Monitor:
             if is_left and is_starting(pid):
                 self._some_start = True
             elif is_left and not is_tracker(pid):
-                self._note_names({pid}, mark)
+                self._note_shared_memory({pid}, mark)
                 kill([pid])
 
     def _spared(self) -> set[int]:
@@ -679,18 +673,17 @@ class Monitor:
         due = now + (SOON if self._some_start else LOOK)
         if now < self._ends_at:  # else a resource tracker is waited for
             due = min(due, self._ends_at)
-        kill([template.pid for template in self._templates.values() if template.waiting], signal.SIGCONT)
         for worker in list(self._workers.values()):
             if now >= worker.stack_due:
                 worker.stack_due = float("inf")
-                worker.tell(tell_stack(text(worker.stack_text)))
+                worker.send_line(stack_line(text(worker.stack_text)))
                 worker.stack_text.clear()
             while worker.kills and now >= worker.kills[0][0]:
                 _, number = worker.kills.pop(0)
                 if number == signal.SIGKILL:
                     kill([worker.pid])  # and its group when it is dead: see _reap()
                 elif number is not None:
-                    self._note_names(members(worker.pid), mark_of(os.getpid(), worker.pid))
+                    self._note_shared_memory(members(worker.pid), mark_of(os.getpid(), worker.pid))
                     kill_group(worker.pid, number)
                 else:
                     kill_group(worker.pid, signal.SIGKILL)
@@ -721,7 +714,7 @@ def refuse_incomplete(descriptors: list[int]) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-def take_streams(descriptors: list[int], own: int = OWN_DESCRIPTORS) -> None:
+def adopt_streams(descriptors: list[int], own: int = OWN_DESCRIPTORS) -> None:
     """Take the trainer's stdout and stderr from the end of those of an order, and have them in place of the monitor's.
 
     The first ``own`` descriptors are others. A worker inherits stdout; what all workers write to stderr is written to
@@ -759,7 +752,7 @@ def main(control: int, preload: list[str], spawn_command: list[str], thread_vari
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    imports.note(began)
+    imports.note_files(began)
     worker_main.set_title("multienv monitor")
     gc.collect()
     gc.freeze()  # workers share these objects' pages; a collection would touch and so copy them

@@ -6,7 +6,6 @@ takes orders that concern it, and tells its stack when asked, and how it ended, 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -15,7 +14,7 @@ import socket
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from multienv._engine.processes.channel import Fate
 
@@ -40,8 +39,6 @@ STACK = 5  # tell the stack, and go on
 AT_ONCE = int(getattr(socket, "MSG_NOSIGNAL", 0)) | int(socket.MSG_DONTWAIT)
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _MOST_DESCRIPTORS = 8
-# Seconds given to the peer to read on after the first part of a message: no more, or it would stop the monitor.
-_REST_PATIENCE = 0.1
 _FORM = struct.Struct("<B?hiQ64s")
 
 
@@ -89,22 +86,16 @@ class Order:
 
 
 def send_with_descriptors(over: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send a message; raises OSError at once if the socket takes nothing of it.
+    """Send a message; raises OSError at once if the socket does not take all of it.
 
-    A stream socket whose buffer is nearly full takes the first part of a long message (unix(7)); the rest follows as
-    the peer reads. If it does not read, the socket is shut down: nothing else is to follow half a message. Orders and
-    announcements are too short to be taken in parts.
+    A stream socket whose buffer is nearly full takes the first part of a long message (unix(7)). Then it is shut down:
+    nothing else is to follow half a message. Orders and announcements are too short to be taken in parts.
     """
     handed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
     sent = over.sendmsg([data], handed, AT_ONCE)
-    if sent == len(data):  # from here on another thread may close the socket
-        return
-    while sent < len(data):
-        if not takes_more(over.fileno(), _REST_PATIENCE):
-            over.shutdown(socket.SHUT_RDWR)
-            raise BrokenPipeError(errno.EPIPE, f"The peer has read {sent} of {len(data)} bytes and then no more")
-        with contextlib.suppress(BlockingIOError):
-            sent += over.send(data[sent:], AT_ONCE)
+    if sent < len(data):  # else another thread may have closed the socket by now
+        over.shutdown(socket.SHUT_RDWR)
+        raise BrokenPipeError(errno.EPIPE, f"The socket has taken {sent} of {len(data)} bytes")
 
 
 def takes_more(descriptor: int, patience: float) -> bool:
@@ -133,15 +124,14 @@ def close_all(descriptors: Sequence[int]) -> None:
 # --- what the monitor tells -------------------------------------------------------------------
 
 
-def tell_stack(stack: str) -> bytes:
+def stack_line(stack: str) -> bytes:
     """Encode the stack that was asked for, as a line of JSON."""
     return json.dumps({"stack": stack}).encode() + b"\n"
 
 
-def tell_fate(fate: Fate) -> bytes:
+def fate_line(fate: Fate) -> bytes:
     """Encode how the worker ended, as a line of JSON."""
-    found = {"code": fate.code, "stack": fate.stack, "stderr": fate.stderr, "snapshot": fate.snapshot}
-    return json.dumps({"fate": found}).encode() + b"\n"
+    return json.dumps({"fate": asdict(fate)}).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from multienv._engine.processes.protocol import Order, close_all
 from multienv._engine.wire.messages import Setting
 from multienv._engine.worker import imports
 from multienv._engine.worker import main as worker_main
-from multienv._engine.worker.census import CHILDREN, OBSTACLES, SHARED, THREADS, TIMERS, census, standard_streams
+from multienv._engine.worker.census import OBSTACLES, census, standard_streams
 
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
@@ -44,8 +44,6 @@ _OWN = 5  # so many descriptors that come with an order are the worker's ends an
 _MOST_TEXT = 2000
 # The pid of a worker that was forked, or the negative number of the error.
 _ANSWER = struct.Struct("<q")
-# What imports may leave and is no file.
-_NO_FILES = (THREADS, CHILDREN, SHARED, TIMERS)
 
 
 class Template:
@@ -72,13 +70,13 @@ class Template:
         self._imports = b""
         self._killed = 0  # so many were killed while they imported, or because of their answer
 
-    def take_imports(self, descriptors: list[int]) -> None:
+    def read_imports(self, descriptors: list[int]) -> None:
         """Read what to import from a file: the arguments of ``_import`` but the first, pickled; close the file."""
         for descriptor in descriptors:
             self._imports = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         close_all(descriptors)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Fork the process from the monitor; it imports, and then says whether it can be forked. Raises OSError."""
         monitor = os.getpid()
         ours, theirs = socket.socketpair()
@@ -97,7 +95,7 @@ class Template:
         """Return the descriptor over which it tells what came of its imports; -1: there is no process."""
         return -1 if self._channel is None else self._channel.fileno()
 
-    def hear(self) -> None:
+    def read_outcome(self) -> None:
         """Read whether the imports are done, and what speaks against a fork."""
         with contextlib.suppress(OSError):
             assert self._channel is not None
@@ -110,7 +108,7 @@ class Template:
         One that was killed is no reason to do without, if that does not happen again and again.
         """
         if not self._told:
-            self.hear()
+            self.read_outcome()
         was_ready, told = self.is_ready, self._told.decode(errors="replace")
         self._forget_process()
         self._killed += not told and code == -signal.SIGKILL
@@ -136,7 +134,6 @@ class Template:
         """
         if self._channel is None:
             return 0
-        kill([self.pid], signal.SIGCONT)
         try:
             order.send(self._channel, [*descriptors, 1])
         except OSError:
@@ -185,7 +182,7 @@ def _serve(channel: socket.socket, monitor: int, imports: bytes, left_out: Abstr
         refusal = _import(left_out, *pickle.loads(imports))
         if os.getpid() != own:  # an import has forked, and goes on in the child
             os._exit(0)
-        worker_main.take_signals()  # a module may have set others
+        worker_main.set_signal_handlers()  # a module may have set others
         channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _READY)
         while not refusal:
             received = Order.receive(channel)
@@ -211,7 +208,7 @@ def _import(
     """
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
-    worker_main.take_surroundings(setting)
+    worker_main.apply_surroundings(setting)
     before, standard = open_descriptors(), standard_streams()
     began = time.time_ns()
     for name in names:
@@ -227,7 +224,7 @@ def _import(
         if left:
             why = f"importing {name} has left {left}, which a fork would share or lose"
             return f"{_LEFT_OUT}{package}{_LEFT_OUT}{why}" if is_learned else why
-    imports.note(began)
+    imports.note_files(began)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     faulthandler.unregister(signal.SIGALRM)
     for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again
@@ -242,8 +239,7 @@ def _import(
 def _left(before: set[int], standard: set[tuple[int, int, int]]) -> str:
     """Return in words what imports have left besides modules."""
     for found in census(before, (), standard):
-        kind = OBSTACLES[found.obstacle]
-        return kind if found.obstacle in _NO_FILES else f"an open file ({found.name})"
+        return f"{OBSTACLES[found.obstacle] or 'an open file'} ({found.name})"
     return ""
 
 

@@ -111,7 +111,7 @@ class ProcessChannel(Channel):
     """Talks to one process. To be made inside :func:`run_uninterrupted`.
 
     Args:
-        give: Gives the monitor the order that leads to the process; called with the descriptors that go with it.
+        send: Sends the monitor the order that leads to the process; called with the descriptors that go with it.
         resume: Has the monitor go on if it has been stopped: before each wait for it.
         shared: Descriptor of the file that the workers share; -1: this one needs none.
 
@@ -119,13 +119,13 @@ class ProcessChannel(Channel):
         OSError: The order cannot be given, or descriptors have run out. Nothing is left open.
     """
 
-    def __init__(self, give: Callable[[Sequence[int]], None], resume: Callable[[], None], shared: int = -1) -> None:
+    def __init__(self, send: Callable[[Sequence[int]], None], resume: Callable[[], None], shared: int = -1) -> None:
         self.resume = resume
         self._received: list[bytes] = []  # all that was received from the monitor; an empty last item: the end
         self._news = MonitorNews()
         self._rung = 0  # the newest request that the worker was woken for
         self._lock = Lock()  # held for moments; a signal handler may come in between
-        self._is_released = self._is_given_up = False
+        self._is_released = self._is_kill_ordered = False
         self._ended = False
         self._gone: Gone | None = None  # a copy of it is raised: the traceback of this one would hold everything
         with contextlib.ExitStack() as ours:
@@ -139,7 +139,7 @@ class ProcessChannel(Channel):
                     send_patiently(hand, resume, LONGEST_SEND)  # ahead of all wake bytes
                 self._fate, fate = map(ours.enter_context, socket.socketpair())
                 with fate:
-                    give([fate.fileno(), wake_socket.fileno(), self.segment.descriptor])
+                    send([fate.fileno(), wake_socket.fileno(), self.segment.descriptor])
             ours.pop_all()
         live.add(self)
 
@@ -171,7 +171,7 @@ class ProcessChannel(Channel):
         except BlockingIOError:
             if not self.segment.words[PID]:  # the monitor may have been stopped before it launched the process
                 self.resume()
-            self._hear()
+            self._receive_news()
             self._ended = self._news.fate is not None
         except OSError as error:
             if error.errno is None:  # a signal handler's: see SystemErrors
@@ -181,7 +181,7 @@ class ProcessChannel(Channel):
 
     # --- news from the monitor ------------------------------------------------------------------
 
-    def _hear(self) -> None:
+    def _receive_news(self) -> None:
         """Receive the monitor's messages; decode all of them anew each time, because a call may be interrupted."""
         with self._lock:
             with SystemErrors():
@@ -195,7 +195,7 @@ class ProcessChannel(Channel):
                 with SystemErrors():  # from now on the socket is readable: other threads may wait for the same news
                     self._fate.shutdown(socket.SHUT_RD)
 
-    def _learn(self, seconds: float, stacks: int | None = None) -> Fate | None:
+    def _await_fate(self, seconds: float, stacks: int | None = None) -> Fate | None:
         """Wait until the monitor has reported how the process ended, or is dead; ``None`` after so many seconds.
 
         Args:
@@ -205,7 +205,7 @@ class ProcessChannel(Channel):
         until = time.monotonic() + seconds
         while True:
             self.resume()
-            self._hear()
+            self._receive_news()
             news, left = self._news, until - time.monotonic()
             if news.fate is not None or (stacks is not None and len(news.stacks) > stacks):
                 return news.fate
@@ -215,12 +215,12 @@ class ProcessChannel(Channel):
 
     # --- the end --------------------------------------------------------------------------------
 
-    def lose(self, cause: LossCause = "died", detail: str = "") -> Gone:
+    def how_it_ended(self, cause: LossCause = "died", detail: str = "") -> Gone:
         """Return how the process ended; kill the process first if only its wake socket has ended."""
         if self._gone is None:
             if self._is_released:
                 return Gone(cause, self._news.fate or UNKNOWN_FATE, self.pid, detail=detail or "the channel is closed")
-            fate = self._learn(_FATE_PATIENCE)
+            fate = self._await_fate(_FATE_PATIENCE)
             if fate is None:
                 return self.kill(cause="broken", detail=detail or "it closed its connection to the trainer")
             self._note_end(cause, fate, detail)
@@ -240,19 +240,19 @@ class ProcessChannel(Channel):
             stacks = self.stack() if stack else ""
             with SystemErrors():
                 Order(KILL).send(self._fate)
-            fate = self._learn(KILL_PATIENCE) or UNKNOWN_FATE
+            fate = self._await_fate(KILL_PATIENCE) or UNKNOWN_FATE
             self._note_end(cause, replace(fate, stack=stacks or fate.stack), detail)
-        return self.lose(cause, detail)
+        return self.how_it_ended(cause, detail)
 
     def stack(self) -> str:
         """Ask the monitor to send SIGUSR2, for which faulthandler writes the stacks."""
         if not self.segment.words[PID] or self._is_released:  # the signal kills a process without its handler
             return ""
-        self._hear()
+        self._receive_news()
         before = len(self._news.stacks)
         with SystemErrors():
             Order(STACK).send(self._fate)
-            self._learn(_STACK_PATIENCE, before)
+            self._await_fate(_STACK_PATIENCE, before)
         return self._news.stacks[-1] if len(self._news.stacks) > before else ""
 
     def wake(self) -> ProcessChannel | None:
@@ -267,9 +267,9 @@ class ProcessChannel(Channel):
         """Wait up to ``timeout`` seconds for the end of the process, else kill it; then release."""
         is_cut = False
         if self._gone is None and not self._is_released:
-            fate = self._learn(timeout)
+            fate = self._await_fate(timeout)
             if fate is None:
-                is_cut = self.give_up()
+                is_cut = self.order_kill()
                 self.kill()
             else:
                 self._note_end("died", fate, "")
@@ -279,7 +279,7 @@ class ProcessChannel(Channel):
     def has_ended(self) -> bool:
         """Tell whether the monitor has reported the end of the process, or the channel is released."""
         if self._gone is None and not self._is_released:
-            self._hear()
+            self._receive_news()
         return self._gone is not None or self._is_released or self._news.fate is not None
 
     def is_busy(self) -> bool:
@@ -287,10 +287,10 @@ class ProcessChannel(Channel):
         words = self.segment.words
         return not words[PID] or bool(words[BUSY] and not self.is_closing)
 
-    def give_up(self) -> bool:
+    def order_kill(self) -> bool:
         """Ask the monitor to kill the process, without waiting; return false if another thread has done so before."""
         with self._lock:
-            is_first, self._is_given_up = not self._is_given_up, True
+            is_first, self._is_kill_ordered = not self._is_kill_ordered, True
             with SystemErrors():
                 Order(KILL).send(self._fate)
         return is_first

@@ -781,7 +781,7 @@ class Supervisor:
         has_asked = bool(channel.segment.words[ASKED_OUTSIDE])
         if plan.ends_first:
             self.mark_lost_meanwhile()
-            self.closing.end(channel, *self.closing.time(), keep_memory=True)
+            self.closing.end(channel, self.closing.time()[1], keep_memory=True)
         try:
             revived = plan.bring_back(generators, has_asked=has_asked)
         except (Unrecoverable, OSError) as reason:
@@ -966,9 +966,9 @@ class Supervisor:
             is_idle = state.process is Process.READY and limit > 0
             if is_idle and state.request is not None:
                 self.pending.publish(channel, number, state)  # again, if it was asked
-                is_idle = self.closing.finish(channel, number, state.request.name, limit, until)
+                is_idle = self.closing.finish(channel, number, until)
             if is_idle:
-                self.closing.end(channel, limit, until)
+                self.closing.end(channel, until)
             else:
                 channel.kill()
         except Gone:

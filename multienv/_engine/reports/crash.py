@@ -6,15 +6,15 @@ The document says what happened, what was asked, what became of it, and how the 
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import platform
 import sys
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from datetime import datetime, timezone
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,8 @@ FORMAT = "multienv-report"
 VERSION = 12
 # Bytes of pickled functions that a report has room for.
 _MOST_ENV_FNS = store.REPORT_BYTES // 2
-# Elements of an array, and members of a container, that are shown.
+# Elements of an array that are shown.
 _SHOWN = 1000
-_DEEPEST = 8
 # Characters of what is shown of one value.
 _LONGEST = 2**20
 _NO_JOURNAL = (
@@ -198,7 +197,13 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
         },
         "states": case.path,
         "journal": {"requests": len(steps), "steps": sum(steps)},
-        "made_with": _versions(),
+        "made_with": {
+            "multienv": __version__,
+            "python": sys.version.split()[0],
+            "gymnasium": gymnasium.__version__,
+            "numpy": np.__version__,
+            "platform": platform.platform(),
+        },
     }, data
 
 
@@ -240,36 +245,25 @@ def _env(description: Description | None) -> dict[str, Any] | None:
     }
 
 
-@cache
-def _versions() -> dict[str, str]:
-    return {
-        "multienv": __version__,
-        "python": sys.version.split()[0],
-        "gymnasium": gymnasium.__version__,
-        "numpy": np.__version__,
-        "platform": platform.platform(),
-    }
-
-
 def readable(value: Any) -> Any:
     """Return a JSON value that shows ``value``; arrays with their dtype, what JSON has no form for as text."""
-    shown = _readable(value, 0)
-    return shown if len(json.dumps(shown)) <= _LONGEST else f"{shown!r:.1000}"
+    with contextlib.suppress(Exception):  # a circle, a key that JSON has no form for, code of the user
+        shown = json.dumps(value, default=_shown)
+        if len(shown) <= _LONGEST:
+            return json.loads(shown, parse_constant=str)  # "NaN" and "Infinity"
+    return _text_of(value)
 
 
-def _readable(value: Any, depth: int) -> Any:
-    if value is None or type(value) in (bool, str, int) or (type(value) is float and math.isfinite(value)):
-        return value
-    if depth < _DEEPEST:
-        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.size <= _SHOWN:
-            values = _readable(value.tolist(), depth + 1)
-            return {"dtype": value.dtype.name, "shape": list(value.shape), "values": values}
-        if isinstance(value, Mapping) and len(value) <= _SHOWN:
-            return {str(key): _readable(member, depth + 1) for key, member in value.items()}
-        if isinstance(value, tuple | list) and len(value) <= _SHOWN:
-            return [_readable(member, depth + 1) for member in value]
-        if is_dataclass(value) and not isinstance(value, type):
-            return {field.name: _readable(getattr(value, field.name), depth + 1) for field in fields(value)}
+def _shown(value: Any) -> Any:
+    """Return what stands for a value of a type that JSON does not know."""
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.size <= _SHOWN:
+        return {"dtype": value.dtype.name, "shape": list(value.shape), "values": value.tolist()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else _text_of(value)
+
+
+def _text_of(value: Any) -> str:
     try:
         return f"{value!r:.1000}"
     except Exception:  # code of the user

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,6 @@ def time_of(path: Path) -> float:
     return datetime.strptime(f"{path.name[:22]}+0000", f"{_TIME}%z").timestamp()
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 def write(path: Path, document: Any, pickled: bytes) -> None:
     """Write a report, readable by its owner alone: the pickle first, if there is one, and all of it or nothing.
 
@@ -100,7 +97,7 @@ def write(path: Path, document: Any, pickled: bytes) -> None:
     try:
         for target, data in ((beside, pickled), (part, json.dumps(document, indent=2).encode())):
             if data:
-                with open(target, "xb", opener=_private) as file:
+                with open(target, "xb", opener=partial(os.open, mode=0o600)) as file:
                     file.write(data)
         part.rename(path)
     except BaseException:

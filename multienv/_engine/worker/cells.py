@@ -1,7 +1,8 @@
 """Write what envs return into the rows of a bank, *cast* as for a batch or *verbatim* for a single env.
 
 The two classes have the same methods. The step loop first assigns an observation to ``cells[slot][key]``, which is
-quickest; if that raises TypeError or ValueError, or an episode ends, it calls ``take`` and ``show``.
+quickest; if that raises TypeError or ValueError, or an episode ends, it calls ``write_reward``, then
+``write_observation``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Cast:
 
     Attributes:
         cells, key: ``cells[slot][key] = observation`` writes an observation, or raises TypeError or ValueError. Then
-            it may fit all the same, and :meth:`show` decides.
+            it may fit all the same, and :meth:`write_observation` decides.
         whole: All observations, where they are arrays of one or more dimensions; else ``None``.
         leaves: For each leaf of the observation its array; empty where observations have no rows.
         pickled_rows: Where observations do not fit into rows: for each slot its pickled observation, ``None`` for a
@@ -45,7 +46,7 @@ class Cast:
     def __init__(self, space: Any, bank: Bank) -> None:
         slots = bank.layout.slots
         self._bank = bank
-        self.show: Callable[[int, Any], None]
+        self.write_observation: Callable[[int, Any], None]
         self.whole: Any = None
         self.key: Any = _WHOLE
         self.pickled_rows: list[bytes | None] | None = None
@@ -54,19 +55,19 @@ class Cast:
         if not has_rows(space):
             self.pickled_rows = [None] * slots
             self._look = row_writer(nested(space, repeat(None)))
-            self.show = self._keep
+            self.write_observation = self._keep
             self.cells: list[Any] = [Cell(self._keep, slot) for slot in range(slots)]
             return
         self.leaves = leaf_arrays(space, bank)
         tree = nested(space, self.leaves)
-        self.show = row_writer(tree)
+        self.write_observation = row_writer(tree)
         if isinstance(tree, np.ndarray) and tree.ndim == 1 and tree.dtype.isnative and tree.dtype.char in _ITEMS:
             self.cells, self.key = [tree[slot : slot + 1].data for slot in range(slots)], 0
         else:
             self.cells = cells(tree, slots)
             self.whole = tree if isinstance(tree, np.ndarray) and tree.ndim > 1 else None
 
-    def take(self, slot: int, reward: Any, terminated: Any, truncated: Any) -> None:
+    def write_reward(self, slot: int, reward: Any, terminated: Any, truncated: Any) -> None:
         """Write a reward; the observation comes next."""
         try:
             self._bank.rewards.data[slot] = reward
@@ -87,7 +88,7 @@ class Cast:
         for leaf in self.leaves:
             leaf[slot] = 0
 
-    def taken(self, info: Any) -> Any:
+    def copied_info(self, info: Any) -> Any:
         """Return the info as it is now: the env may change what is in it with its next step."""
         if not isinstance(info, dict):
             raise wrong_value("info", "dict", info)
@@ -122,7 +123,7 @@ class Verbatim:
             is_quick = len(space.shape) == 1 and space.dtype.isnative
             self.cells = [self.whole[0].data if is_quick else Cell(self._assign, 0)]
 
-    def take(self, slot: int, reward: Any, terminated: Any, truncated: Any) -> None:
+    def write_reward(self, slot: int, reward: Any, terminated: Any, truncated: Any) -> None:
         """Write a reward, with a tag of its type, and see whether all fits; the observation comes next."""
         tag = REWARD_TAGS.get(type(reward), -1)
         self._beside = reward, terminated, truncated
@@ -134,7 +135,7 @@ class Verbatim:
         )
         self._bank.rewards[0], self._bank.view[4] = (reward, tag) if self._fits else (_number(reward), 0)
 
-    def show(self, slot: int, observation: Any) -> None:
+    def write_observation(self, slot: int, observation: Any) -> None:
         """Write an observation, or pickle all that the env returned if not all of it fits the bank."""
         if self._fits and self._write(observation):
             self.pickled_rows = None
@@ -153,7 +154,7 @@ class Verbatim:
         for leaf in self.leaves:
             leaf[0] = 0
 
-    def taken(self, info: Any) -> Any:
+    def copied_info(self, info: Any) -> Any:
         """Return the info as it is now, of whatever type."""
         is_plain = type(info) is dict and NUMBERS.issuperset(map(type, info.values()))
         return dict(info) if is_plain else pickled("step", info)

@@ -107,7 +107,7 @@ def standard_streams() -> set[tuple[int, int, int]]:
     return found
 
 
-def put_back(files: Sequence[Found]) -> None:
+def reopen(files: Sequence[Found]) -> None:
     """Open files anew, in a copy, at the positions that they had when it was forked. Raises OSError.
 
     The copy then shares nothing with the worker: neither the position, nor a ``flock()``, which belongs to the open
@@ -263,19 +263,19 @@ class AskedOutside:
         self._words = words
         self._number = 0
         self._obstacle = 0
-        (sys.addaudithook if native is None else native.watch_audit_events)(self._hear)
+        (sys.addaudithook if native is None else native.watch_audit_events)(self._on_audit_event)
 
     def move(self, words: Any) -> None:
         """Go on with other control words: this process is a snapshot that was woken."""
         self._words = words
         words[ASKED_OUTSIDE] = self._number
 
-    def take(self) -> int:
+    def pop_obstacle(self) -> int:
         """Return the index in OBSTACLES of what was asked since the last call, or 0."""
         obstacle, self._obstacle = self._obstacle, 0
         return obstacle
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _on_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in _EVENTS:
             return
         words = self._words

@@ -73,7 +73,7 @@ class EnvGroup:
         self._steps: list[Step] = [env.step for env in self.envs]
         self.calls: list[Step] = list(map(self._call_of, range(self.slots)))
         for env, draw in zip(envs, message.draws, strict=False):
-            seeding.give_generator(env, draw)
+            seeding.ensure_generator(env, draw)
 
     def move(self, segment: Segment) -> None:
         """Go on with another segment."""
@@ -105,7 +105,7 @@ class EnvGroup:
                 self._steps = steps
                 self.calls[:] = map(self._call_of, range(self.slots))
 
-    def begin(self, slot: int, **arguments: Any) -> tuple[Any, Any]:
+    def reset(self, slot: int, **arguments: Any) -> tuple[Any, Any]:
         """Reset the env of a slot; return observation and info.
 
         Args:
@@ -131,7 +131,7 @@ class EnvGroup:
         self.calls[slot] = self._call_of(slot)
         return observation, info
 
-    def take_spaces(self) -> bytes:
+    def pop_new_spaces(self) -> bytes:
         """Return the spaces of a single env, pickled, if it has set others in its reset; once."""
         spaces, self._new_spaces = self._new_spaces, b""
         return spaces
@@ -161,10 +161,10 @@ class EnvGroup:
     def _call_of(self, slot: int) -> Step:
         if not self._ended[slot]:
             return self._steps[slot]
-        return partial(self._begin_by_step, slot) if self.autoreset in {"NEXT_STEP", "SAME_STEP"} else _refuse
+        return partial(self._reset_by_step, slot) if self.autoreset in {"NEXT_STEP", "SAME_STEP"} else _refuse
 
-    def _begin_by_step(self, slot: int, action: Any) -> tuple[Any, float, bool, bool, Any]:
-        observation, info = self.begin(slot)
+    def _reset_by_step(self, slot: int, action: Any) -> tuple[Any, float, bool, bool, Any]:
+        observation, info = self.reset(slot)
         return observation, 0.0, False, False, info
 
     # --- calls and attributes ---------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Host:
             recoveries (token 0); returns the obstacle, or ``""``.
         load: Returns what builds the envs, given what travels with the message.
         code: Returns from which files the process has imported, given when the imports for the envs began, in ns; see
-            ``imports.noted``.
+            ``imports.noted_files``.
 
     Attributes:
         handle: Executes the request with this number; raises only exceptions that end the process. It may be another
@@ -100,7 +100,6 @@ class Host:
         self._group: EnvGroup | None = None
         self._stepper: Stepper | None = None
         self._runner: RolloutRunner | None = None  # made when it is first needed
-        self._rolled: tuple[int, float] | None = None
 
     def move(self, segment: Segment) -> None:
         """Go on with another segment, which has the same layout: this process is a snapshot that was woken."""
@@ -117,7 +116,7 @@ class Host:
 
     def _handle(self, number: int) -> tuple[int, float] | None:
         """Execute a request that is not a step."""
-        words, self._rolled, began = self._segment.words, None, perf_counter()
+        words, rolled, began = self._segment.words, None, perf_counter()
         words[BUSY] = number
         try:
             if self._segment.banks[number & 1].view[0] == RESET:
@@ -126,8 +125,8 @@ class Host:
                 payload = self._segment.read_request_payload(number)
                 message = pickle.loads(payload)
                 if self._group is not None:
-                    self._group.replay_points.count_bytes(len(payload))
-            _HANDLERS[type(message)](self, number, message)
+                    self._group.replay_points.with_payload += len(payload)
+            rolled = _HANDLERS[type(message)](self, number, message)
             if self._group is not None:
                 if is_recorded(message):
                     self._group.replay_points.count(perf_counter() - began)
@@ -136,7 +135,7 @@ class Host:
             answer_failure(self._segment, number, error)
         words[SLOT] = 0
         words[BUSY] = 0
-        return self._rolled
+        return rolled
 
     def _lay_out(self, layout: BankLayout) -> None:
         """Use banks with this layout, and compile what executes steps."""
@@ -191,14 +190,14 @@ class Host:
         assert self._stepper is not None
         self._stepper.reset(number, message)
 
-    def _rollout(self, number: int, message: Rollout) -> None:
+    def _rollout(self, number: int, message: Rollout) -> tuple[int, float]:
         group, bank = self._envs(), self._segment.banks[number & 1]
         if self._runner is None:
             self._runner = RolloutRunner(group, self._segment)
         skipped = bank.skipped.copy() if bank.view[1] & SKIPPED else np.zeros(group.slots, np.uint8)
         rolled, seconds = self._runner.run(number, message, skipped)
         self._answer(number, rolled, "rollout")
-        self._rolled = number + max(0, len(rolled.banks) // self._segment.layout.size - 1), seconds
+        return number + max(0, len(rolled.banks) // self._segment.layout.size - 1), seconds
 
     def _ask_each(self, number: int, message: Question) -> None:
         answers = self._envs().ask(message)
@@ -291,7 +290,7 @@ class Host:
             self._segment.write_request_payload(number, entry.request_payload)
 
 
-_HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
+_HANDLERS: dict[type, Callable[[Host, int, Any], tuple[int, float] | None]] = {
     Build: Host._build,
     Reset: Host._reset,
     Rollout: Host._rollout,

@@ -58,7 +58,7 @@ def watched_imports() -> Callable[[], Imports]:
     return since
 
 
-def note(began: int) -> None:
+def note_files(began: int) -> None:
     """Note the files of the modules that were imported since the last time.
 
     Args:
@@ -70,9 +70,9 @@ def note(began: int) -> None:
             _noted[path] = _version_of(path, began)
 
 
-def noted(began: int) -> bytes:
-    """Note as :func:`note` does, and return all that is noted, for :func:`changed_file`."""
-    note(began)
+def noted_files(began: int) -> bytes:
+    """Note as :func:`note_files` does, and return all that is noted, for :func:`changed_file`."""
+    note_files(began)
     return pickle.dumps((os.uname().nodename, dict(sorted(_noted.items()))), protocol=5)
 
 
@@ -90,7 +90,7 @@ def changed_file(before: bytes, after: bytes) -> str:
     Another machine may have the same files with other times: then sizes alone are compared.
 
     Args:
-        before: What :func:`noted` returned in one of them; ``b""``: it is not known.
+        before: What :func:`noted_files` returned in one of them; ``b""``: it is not known.
         after: The same of the other.
     """
     if before == after or not before or not after:

@@ -45,7 +45,7 @@ from multienv._engine.wire.segment import (
 from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv._engine.worker.affinity import Affinity
 from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors
-from multienv._engine.worker.imports import noted
+from multienv._engine.worker.imports import noted_files
 from multienv._engine.worker.main_module import stand_in
 from multienv._engine.worker.module_values import set_module_values
 from multienv._engine.worker.replies import exit_code
@@ -70,7 +70,7 @@ SLOW = 1e-3
 _SMOOTHING = 0.1
 
 _AT_ONCE = int(getattr(socket, "MSG_NOSIGNAL", 0)) | int(socket.MSG_DONTWAIT)
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_libc = ctypes.CDLL(None)
 _PR_SET_NAME = 15
 
 
@@ -83,7 +83,7 @@ def main(descriptors: WorkerDescriptors, title: str) -> NoReturn:
     """
     code = LOOP_FAILED
     try:
-        take_signals()
+        set_signal_handlers()
         set_title(title)
         _live(descriptors)
         code = 0
@@ -110,7 +110,7 @@ def _live(descriptors: WorkerDescriptors) -> None:
     """Serve requests; when a snapshot of this process is woken, go on here in the copy, with its new descriptors."""
     from multienv._engine.worker.host import Host
 
-    segment, number, woken = _take_up(descriptors), 0, False
+    segment, number, woken = _open_segment(descriptors), 0, False
     forks = Forks(segment)
     snapshots = Snapshots(segment, descriptors, forks.fork)
     affinity: Affinity
@@ -119,12 +119,12 @@ def _live(descriptors: WorkerDescriptors) -> None:
         _apply_setting(build, snapshots)
         affinity.start()
 
-    load = partial(_load, _take_shared(segment, descriptors))
-    host = Host(segment, on_build=on_build, on_keep=snapshots.keep, load=load, code=noted)
+    load = partial(_load, _receive_shared(segment, descriptors))
+    host = Host(segment, on_build=on_build, on_keep=snapshots.keep, load=load, code=noted_files)
     while True:
         try:
             if woken:
-                segment = forks.segment = _take_up(descriptors)
+                segment = forks.segment = _open_segment(descriptors)
                 host.move(segment)
                 snapshots.go_on(segment, descriptors)
                 segment.words[REPLY] = number  # tells the trainer that it is up
@@ -175,7 +175,7 @@ def _serve(
                 continue
             before = times[STEP_SECONDS] or seconds
             smoothed = times[STEP_SECONDS] = before + _SMOOTHING * (seconds - before)
-            untimed = 0 if smoothed > SLOW or snapshots.watches_all else SAMPLE
+            untimed = 0 if smoothed > SLOW or snapshots.every > 0 else SAMPLE
             if is_timed:
                 affinity.consider(seconds, untimed + 1)
             snapshots.consider(number, smoothed)
@@ -262,22 +262,20 @@ class Forks:
             return
         self.is_astray = True
         faulthandler.disable()  # it would write where the worker's stack is looked for
-        if _libc is not None:
-            views = [memoryview(self.segment.words), *(bank.view for bank in self.segment.banks)]
-            for view in views:
-                first = ctypes.addressof(ctypes.c_char.from_buffer(view))
-                start = first - first % mmap.PAGESIZE
-                _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(first + view.nbytes - start), mmap.PROT_READ)
+        for view in (memoryview(self.segment.words), *(bank.view for bank in self.segment.banks)):
+            first = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            start = first - first % mmap.PAGESIZE
+            _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(first + view.nbytes - start), mmap.PROT_READ)
 
 
-def take_signals() -> None:
+def set_signal_handlers() -> None:
     """Set the signal handlers of a worker, before the env may set its own."""
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _take_up(descriptors: WorkerDescriptors) -> Segment:
+def _open_segment(descriptors: WorkerDescriptors) -> Segment:
     """Open the file where stacks are written for the monitor, and map the segment."""
     faulthandler.enable(descriptors.stack, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=descriptors.stack, all_threads=True, chain=False)
@@ -286,7 +284,7 @@ def _take_up(descriptors: WorkerDescriptors) -> Segment:
     return segment
 
 
-def _take_shared(segment: Segment, descriptors: WorkerDescriptors) -> int:
+def _receive_shared(segment: Segment, descriptors: WorkerDescriptors) -> int:
     """Receive the descriptor of the file that the workers share; -1: this one needs none, or the trainer is gone."""
     if segment.words[SHARED]:
         _, received, _, _ = socket.recv_fds(descriptors.wake_socket, 1, 1)
@@ -309,14 +307,14 @@ def _load(shared: int, env_fns: bytes | SharedPickle) -> Any:
 
 def _apply_setting(build: Build, snapshots: Snapshots) -> None:
     """Plan snapshots; set main module and surroundings as they are in the trainer."""
-    snapshots.begin(build.snapshots, at_once=build.replacement, journal=build.journal)
+    snapshots.plan(build.snapshots, at_once=build.replacement, journal=build.journal)
     setting = build.setting
     if setting is None:
         return
     stand_in(setting.main)
     tempfile.tempdir = None  # it may have been worked out before
     if not _has_surroundings:
-        take_surroundings(setting)
+        apply_surroundings(setting)
     elif "TMPDIR" in setting.variables:  # else it is the folder that the monitor has made
         os.environ["TMPDIR"] = setting.variables["TMPDIR"]
     set_module_values(setting.values)
@@ -326,7 +324,7 @@ def _apply_setting(build: Build, snapshots: Snapshots) -> None:
 _has_surroundings = False
 
 
-def take_surroundings(setting: Setting) -> None:
+def apply_surroundings(setting: Setting) -> None:
     """Set arguments, and on the trainer's machine import path, working directory, limits and environment."""
     global _has_surroundings
     _has_surroundings = True
@@ -346,12 +344,16 @@ def take_surroundings(setting: Setting) -> None:
     os.environ.update({**setting.environment, **folder, **setting.variables, **mark})
 
 
+def prctl(option: int, value: int | bytes) -> None:
+    """Set an attribute of this process on Linux; do nothing elsewhere."""
+    with contextlib.suppress(AttributeError):
+        _libc.prctl(option, ctypes.c_ulong(value) if isinstance(value, int) else value, 0, 0, 0)
+
+
 def set_title(title: str) -> None:
     """Show ``title`` in ``ps``: as the name, of which the kernel keeps 15 characters, and as the command line."""
-    if _libc is None or not title:
-        return
     data = title.encode()
-    _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(data[:15]), 0, 0, 0)
+    prctl(_PR_SET_NAME, data[:15])
     with contextlib.suppress(OSError, ValueError, IndexError):
         # proc(5): where the command line lies in this process's memory, and where it ends; numbers 48 and 49.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -169,8 +169,8 @@ def stand_in(script: MainScript) -> None:
     sys.modules["__main__"] = sys.modules[IMPORTED] = MainModule("__main__")
 
 
-def refuse_while_importing(what: str) -> None:
-    """Raise UsageError if this worker is importing the code that calls: each worker would start workers of its own."""
+def refuse_while_importing() -> None:
+    """Raise UsageError if this worker is importing the code that makes envs: each would start workers of its own."""
     if not isinstance(sys.modules.get("__main__"), MainModule):
         return
     frame: FrameType | None = sys._getframe(1)
@@ -178,8 +178,9 @@ def refuse_while_importing(what: str) -> None:
         module = sys.modules.get(frame.f_globals.get("__name__", ""))
         if frame.f_code.co_name == "<module>" and getattr(module, "__dict__", None) is frame.f_globals:
             raise UsageError(
-                f"{what} is made while a worker imports {frame.f_code.co_filename}, line {frame.f_lineno}. Put the "
-                "code that makes envs below `if __name__ == '__main__':`, so that an import does not run it."
+                "An env in a process of its own is made while a worker imports "
+                f"{frame.f_code.co_filename}, line {frame.f_lineno}. Put the code that makes envs below "
+                "`if __name__ == '__main__':`, so that an import does not run it."
             )
         frame = frame.f_back
 

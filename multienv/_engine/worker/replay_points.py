@@ -35,6 +35,7 @@ class ReplayPoints:
         generators: Slot → state of its generators before the reset in the request that is being executed. The reply
             takes it from here. The dict is never replaced: native code holds it.
         replaying: In a replay: slot → state to restore before the slot is reset. Else ``None``.
+        with_payload: Bytes of the requests that do not lie in banks.
         has_drawn: In a replay envs have drawn other numbers from ``random`` or ``numpy.random`` than the first time.
     """
 
@@ -50,12 +51,12 @@ class ReplayPoints:
         # Where some envs of the process are in the middle of an episode, those that it shares are left to them.
         self._is_of_all = len(first) == len(envs)
         self._cost = _COST
-        self._with_payload = 0  # bytes of the requests that do not lie in banks
+        self.with_payload = 0
         # Of each slot's last replay point: number of the request; and what resets and recorded calls had taken, and
         # requests that do not lie in banks, by then.
         self._last: list[tuple[int, float, int] | None] = [None] * len(envs)
 
-    def take(self) -> Mapping[int, bytes]:
+    def pop_generators(self) -> Mapping[int, bytes]:
         """Return the saved states, and forget them."""
         taken = dict(self.generators)
         self.generators.clear()
@@ -79,7 +80,7 @@ class ReplayPoints:
         elif self._share and (self.generators or self._is_due(slot)):  # envs that are reset together begin together
             began = time.perf_counter()
             self.generators[slot] = seeding.states_of(self._envs[slot])
-            self._last[slot] = self.segment.words[BUSY], self.segment.times[OTHER_SECONDS], self._with_payload
+            self._last[slot] = self.segment.words[BUSY], self.segment.times[OTHER_SECONDS], self.with_payload
             # As it is where nothing else wants the core.
             self._cost = min(time.perf_counter() - began, _GROWTH * self._cost)
 
@@ -100,17 +101,13 @@ class ReplayPoints:
         """Add to the time of the envs what a reset or a recorded call has taken: a replay takes it again."""
         self.segment.times[OTHER_SECONDS] += seconds
 
-    def count_bytes(self, size: int) -> None:
-        """Count a request that does not lie in its bank."""
-        self._with_payload += size
-
     def _is_due(self, slot: int) -> bool:
         last = self._last[slot]
         if last is None:
             return True
         number, others, with_payload = last
         words, times = self.segment.words, self.segment.times
-        if (words[BUSY] - number) * self.segment.layout.end + self._with_payload - with_payload >= _BYTES:
+        if (words[BUSY] - number) * self.segment.layout.end + self.with_payload - with_payload >= _BYTES:
             return True
         seconds = (words[BUSY] - number) * times[STEP_SECONDS] + times[OTHER_SECONDS] - others
         return seconds >= len(self._envs) * self._cost / self._share

@@ -57,7 +57,7 @@ class RolloutRunner:
         self._group, self._segment, self._aside = group, segment, segment.with_private_banks()
         stepper = Stepper(group, self._aside)
         self._reset = stepper.reset
-        self._handle = stepper.compile(self._begin)
+        self._handle = stepper.compile(self._execute_reset)
         self._encode = group.codec.encoder(self._aside)
         self._decode = action_decoder(group.codec.asked_space, self._aside)
         rows = [] if group.verbatim else group.codec.shown(self._aside)
@@ -126,7 +126,7 @@ class RolloutRunner:
         self._show(number, missing)
         return bank
 
-    def _begin(self, number: int) -> None:
+    def _execute_reset(self, number: int) -> None:
         """Execute a reset of the only env, as the host does."""
         self._segment.words[BUSY] = number
         try:

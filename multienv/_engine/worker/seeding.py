@@ -61,7 +61,7 @@ def state_of_process() -> Any:
     return random.getstate(), pickle.dumps(np.random.get_state(legacy=False), protocol=5)  # noqa: NPY002
 
 
-def give_generator(env: Env, draw: int) -> None:
+def ensure_generator(env: Env, draw: int) -> None:
     """Give an env that has no generator of gymnasium's one that is seeded with a recorded number.
 
     A first reset without a seed then draws from it, and not from one that gymnasium would seed by chance. The reset
@@ -119,7 +119,7 @@ def restore(env: Env, data: bytes, *, of_process: bool = True) -> None:
             holder: Any = layers[depth]
             for name in path[:-1]:
                 holder = getattr(holder, name)
-            _put_back(holder, path[-1], unpacked.setdefault(id(packed), _unpacked(packed)))
+            _restore_one(holder, path[-1], unpacked.setdefault(id(packed), _unpacked(packed)))
     if of_process:
         random.setstate(process[0])
         np.random.set_state(process[1])  # noqa: NPY002
@@ -189,7 +189,7 @@ def _is_emulator(value: Any) -> bool:
     return kind.__name__ == "ALEInterface" and kind.__module__.partition(".")[0] == "ale_py"
 
 
-def _put_back(holder: Any, name: str, generator: Any) -> None:
+def _restore_one(holder: Any, name: str, generator: Any) -> None:
     """Put the holder where ``generator`` stands; in place, because it may hold its own under several names."""
     own: Any = getattr(holder, name, None)
     if _is_emulator(own):

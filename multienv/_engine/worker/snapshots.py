@@ -42,7 +42,7 @@ from multienv._engine.worker.census import (
     AskedOutside,
     Found,
     census,
-    put_back,
+    reopen,
     standard_streams,
 )
 from multienv._engine.worker.descriptors import MARK_VARIABLE, WorkerDescriptors, mark_of
@@ -113,6 +113,7 @@ class Snapshots:
 
     Attributes:
         account: A further descriptor of multienv; see ``affinity``.
+        every: As planned; if it is positive, :meth:`consider` is to be called after each step.
     """
 
     def __init__(self, segment: Segment, descriptors: WorkerDescriptors, fork: Callable[[], int] = os.fork) -> None:
@@ -124,19 +125,14 @@ class Snapshots:
         self._asked = AskedOutside(segment.words)
         self._number = 0  # of the last request executed in the newest snapshot; in a woken copy: in the copy
         self._token = 0
-        self._every = -1
+        self.every = -1
         self._journal = 0
         self._interval = _SHORTEST
         self._cost = 0.0
         self._pids: set[int] = set()
         self._newest = 0  # pid of the newest snapshot for recoveries
 
-    @property
-    def watches_all(self) -> bool:
-        """Tell whether :meth:`consider` is to be called after each step."""
-        return self._every > 0
-
-    def begin(self, every: int, *, at_once: bool = False, journal: int = 0) -> None:
+    def plan(self, every: int, *, at_once: bool = False, journal: int = 0) -> None:
         """Plan snapshots.
 
         Args:
@@ -144,18 +140,18 @@ class Snapshots:
             at_once: Take the first at once.
             journal: Bytes that the trainer's journal may take: what it forgets must not be needed; 0: not known.
         """
-        self._every = every if sys.platform == "linux" else -1
+        self.every = every
         self._journal = journal
         self._interval = 0.0 if at_once else _SHORTEST
 
     def consider(self, number: int, step_seconds: float) -> None:
         """Take a snapshot after the step with this number, if one is due. A copy that is woken raises `Woken` here."""
-        if self._every < 0:
+        if self.every < 0:
             return
         steps, times = number - self._number, self._segment.times
         times[SNAPSHOT_SECONDS] = interval = self._present_interval()
-        if steps >= self._every if self._every else self._is_due(number, steps, interval / max(step_seconds, 1e-9)):
-            obstacle = self._asked.take() or self._take(number, 0)
+        if steps >= self.every if self.every else self._is_due(number, steps, interval / max(step_seconds, 1e-9)):
+            obstacle = self._asked.pop_obstacle() or self._take(number, 0)
             self._segment.words[OBSTACLE] = obstacle
             if obstacle:  # the obstacle may go away: try again later
                 self._number = number
@@ -185,9 +181,7 @@ class Snapshots:
 
         With token 0 it is one for recoveries, taken in a replay.
         """
-        if sys.platform != "linux":
-            return "the operating system"
-        return OBSTACLES[(not token and self._asked.take()) or self._take(number, token)]
+        return OBSTACLES[(not token and self._asked.pop_obstacle()) or self._take(number, token)]
 
     def go_on(self, segment: Segment, descriptors: WorkerDescriptors) -> None:
         """Take over segment and descriptors in a woken copy, and take another snapshot in its place."""
@@ -286,7 +280,7 @@ class Snapshots:
             self._descriptors.close()
             self._segment.close()
             self._pids.clear()
-            put_back(files)
+            reopen(files)
             with channel:
                 message, received, _, _ = socket.recv_fds(channel, WAKING.size, _WAKING_DESCRIPTORS)
             if len(message) < WAKING.size or len(received) < _WAKING_DESCRIPTORS:

@@ -83,7 +83,7 @@ class Stepper:
             (reply, reply.bank.view, reply.rows.cells, reply.bank.rewards.data, reply.digest) for reply in self._replies
         ]
         rows = self._replies[0].rows
-        key, taken, generators = rows.key, rows.taken, group.replay_points.generators
+        key, taken, generators = rows.key, rows.copied_info, group.replay_points.generators
 
         def handle(number: int) -> Any:  # noqa: C901
             reply, view, cells, rewards, digest = targets[number & 1]
@@ -178,20 +178,20 @@ class Stepper:
                 reply.blank(slot)
                 continue
             try:
-                observation, info = group.begin(slot, seed=message.seeds[slot], options=message.options[slot])
-                self._begin(reply, slot, observation, info, infos)
+                observation, info = group.reset(slot, seed=message.seeds[slot], options=message.options[slot])
+                self._write_reset(reply, slot, observation, info, infos)
             except Exception as error:
                 if group.verbatim:
                     raise
                 self._note_failure(reply, slot, failure_of(error), failures)
         self._finish(number, reply, infos, failures)
 
-    def _begin(self, reply: _Reply, slot: int, observation: Any, info: Any, infos: Infos) -> None:
+    def _write_reset(self, reply: _Reply, slot: int, observation: Any, info: Any, infos: Infos) -> None:
         """Write what a reset returned."""
-        reply.rows.take(slot, 0.0, False, False)
-        reply.show(slot, observation)
+        reply.rows.write_reward(slot, 0.0, False, False)
+        reply.write_observation(slot, observation)
         if info:
-            infos.append((slot, reply.rows.taken(info)))
+            infos.append((slot, reply.rows.copied_info(info)))
 
     # --- ends and errors --------------------------------------------------------------------------
 
@@ -201,11 +201,11 @@ class Stepper:
             observation, reward, terminated, truncated, info = result
         except (TypeError, ValueError):
             raise wrong_result("step", _STEP_RESULT, result) from None
-        reply.rows.take(slot, reward, terminated, truncated)
+        reply.rows.write_reward(slot, reward, terminated, truncated)
         if terminated or truncated:
-            reply.note_end(slot, terminated, truncated)
+            reply.set_end(slot, terminated, truncated)
             observation, info = self._end(reply, slot, result)
-        reply.show(slot, observation)
+        reply.write_observation(slot, observation)
         return info
 
     def _end(self, reply: _Reply, slot: int, result: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -219,7 +219,7 @@ class Stepper:
         data = pickled("step", (observation, reward, bool(terminated), bool(truncated), info))
         final_observation, _, _, _, final_info = pickle.loads(data)  # the env may change its own in reset()
         try:
-            observation, info = self._group.begin(slot)
+            observation, info = self._group.reset(slot)
         except Exception as error:
             raise _ResetRaisedError(data) from error
         return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}
@@ -248,10 +248,10 @@ class Stepper:
             self._note_failure(reply, slot, failure_of(error), failures)
             if not group.truncates_errors:
                 return
-            reply.note_end(slot, False, True)
+            reply.set_end(slot, False, True)
         if group.autoreset == "SAME_STEP" or error.args == (BEGUN,):
             try:
-                self._begin(reply, slot, *group.begin(slot), infos)
+                self._write_reset(reply, slot, *group.reset(slot), infos)
             except Exception as again:
                 self._note_failure(reply, slot, failure_of(again), failures)
 
@@ -269,7 +269,8 @@ class Stepper:
         self._segment.words[SLOT] = 0
         if reply.digest is not None:
             reply.digest()
-        generators, spaces, first, rest = self._group.replay_points.take(), self._group.take_spaces(), b"", b""
+        generators, spaces = self._group.replay_points.pop_generators(), self._group.pop_new_spaces()
+        first = rest = b""
         if reply.flags & PICKLED_ROWS:
             evidence = pack_evidence(reply.rows.evidence)
             first = LENGTH.pack(len(evidence)) + evidence + pickle.dumps(reply.rows.pickled_rows, protocol=5)
@@ -305,9 +306,9 @@ class _Reply:
         self._flags = bank.view[layout.terminated : layout.shown]
         self._unset = bytes(layout.shown - layout.terminated)
 
-    def show(self, slot: int, observation: Any) -> None:
+    def write_observation(self, slot: int, observation: Any) -> None:
         """Write an observation, whatever it is."""
-        self.rows.show(slot, observation)
+        self.rows.write_observation(slot, observation)
         if self.rows.pickled_rows is not None:
             self.flags |= PICKLED_ROWS
 
@@ -316,7 +317,7 @@ class _Reply:
         self.bank.terminated[slot] = self.bank.truncated[slot] = False
         self.rows.blank(slot)
 
-    def note_end(self, slot: int, terminated: Any, truncated: Any) -> None:
+    def set_end(self, slot: int, terminated: Any, truncated: Any) -> None:
         """Set the flags of an env whose episode has ended."""
         self.flags |= ENDED
         self.bank.terminated[slot], self.bank.truncated[slot] = terminated, truncated
