@@ -196,7 +196,7 @@ class EnvManager:
         self._seeds = {**self._seeds, **given}
         self._dynamic_seed = dynamic_seed is None or bool(dynamic_seed)
         if self._scheduler is not None:
-            self._scheduler.count_resets_anew(given)
+            self._scheduler.update_records(given, resets=0)  # on that number depends the seed of an episode
         self._seed_actions()
 
     def _seed_of(self, index: int, episode: int) -> int | None:
@@ -346,7 +346,8 @@ class EnvManager:
     @property
     def ready_imgs(self) -> dict[int, Any]:
         """Render the envs that can be stepped now."""
-        return self._call("ready_imgs", "render", Call("render"), self.ready_env)
+        ready = self.ready_env
+        return self._launched("ready_imgs").call("ready_imgs", "render", dict.fromkeys(ready, Call("render")))
 
     @property
     def done(self) -> bool:
@@ -387,10 +388,7 @@ class EnvManager:
         return self._call_all("render()", "render", Call("render"))
 
     def _call_all(self, what: str, name: str, message: Message) -> list[Any]:
-        return list(self._call(what, name, message, range(self.env_num)).values())
-
-    def _call(self, what: str, name: str, message: Message, ids: Iterable[int]) -> dict[int, Any]:
-        return self._launched(what).call(what, name, dict.fromkeys(ids, message))
+        return list(self._launched(what).call(what, name, dict.fromkeys(range(self.env_num), message)).values())
 
     def _launched(self, what: str) -> Scheduler:
         scheduler = self._scheduler

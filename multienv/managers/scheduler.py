@@ -149,7 +149,7 @@ class Scheduler:
             EnvsFailedError: Some could not be reset; its ``results`` has the observations of the others.
         """
         self.finish_calls()
-        self._note([index for index in chosen if self.asked(index)], state=EnvState.NEED_RESET)
+        self.update_records([index for index in chosen if self.asked(index)], state=EnvState.NEED_RESET)
         self._until_idle(chosen)
         records = list(self.records)
         for index in chosen:
@@ -185,15 +185,6 @@ class Scheduler:
         stream = self._stream
         self.until(lambda: not any(_is_call(one) for one in stream.given.values()))
         stream.hand_over([index for index, one in stream.ready.items() if _is_call(one)])
-
-    def count_resets_anew(self, chosen: Iterable[int]) -> None:
-        """Count resets of these envs from 0 again: the seed of an episode depends on that number."""
-        self._note(chosen, resets=0)
-
-    def fail(self, failures: Mapping[int, BaseException]) -> None:
-        """Note errors that the manager has found, by id: these envs have failed."""
-        for index, error in failures.items():
-            self._note([index], state=EnvState.ERROR, failure=error)
 
     def close(self) -> None:
         """End all processes side by side; a call that waits raises ClosedError. A second call does nothing."""
@@ -287,7 +278,7 @@ class Scheduler:
         if interrupts.noted is not None:
             interrupts.raise_noted()
         # The last line but the return: a signal handler finds the timesteps handed over, or not.
-        self._note(steps, timestep=None)
+        self.update_records(steps, timestep=None)
         return shaped
 
     def tell_failures(
@@ -305,12 +296,12 @@ class Scheduler:
         if failures:
             every = [results.get(index) for index in range(len(self.supervisors))]
             error = EnvsFailedError.collect(what, failures, every, _ADVICE, _OTHERS)
-            self._note(failures, failure=None)
-            self._note(timesteps, timestep=None)
+            self.update_records(failures, failure=None)
+            self.update_records(timesteps, timestep=None)
             raise error
 
-    def _note(self, indices: Iterable[int], **changes: Any) -> None:
-        """Note these changes in the records of some envs, by one assignment."""
+    def update_records(self, indices: Iterable[int], **changes: Any) -> None:
+        """Make these changes in the records of some envs, by one assignment."""
         records = list(self.records)
         for index in indices:
             records[index] = records[index]._replace(**changes)
@@ -353,7 +344,7 @@ class Scheduler:
         timestep = Timestep(index, observation, reward, terminated, truncated, info)
         if not timestep.done:
             return record._replace(timestep=timestep, observation=self._kept(observation), info=info)
-        episodes = record.episodes + (not _is_abnormal(known))
+        episodes = record.episodes + (not np.any(known.get("abnormal", False)))
         if config.reset_inplace:
             timestep = timestep._replace(info={**known, "final_obs": observation})
         record = record._replace(episodes=episodes, timestep=timestep)
@@ -379,11 +370,7 @@ class Scheduler:
             raise ClosedError("The manager was closed in the middle of the call. Call launch() first.")
 
     def _kept(self, observation: Any) -> Any:
-        if not self._config.copy_on_get:
-            return observation
-        if type(observation) is np.ndarray and not observation.dtype.hasobject:
-            return observation.copy()
-        return copy.deepcopy(observation)
+        return copy.deepcopy(observation) if self._config.copy_on_get else observation
 
 
 def _resetting(record: Record) -> Record:
@@ -394,10 +381,3 @@ def _resetting(record: Record) -> Record:
 def _is_call(one: Requests | Result) -> bool:
     """Tell whether something is neither a step nor a reset."""
     return one.name not in ("step", "reset")
-
-
-def _is_abnormal(info: dict[str, Any]) -> bool:
-    try:
-        return bool(info.get("abnormal", False))
-    except Exception:  # an array, for instance
-        return True

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from multienv.errors import ActionError, EnvError, UsageError
-from multienv.managers.config import EnvManagerConfig, Timestep
+from multienv.managers.config import EnvManagerConfig, EnvState, Timestep
 from multienv.managers.env_manager import EnvManager
 from multienv.managers.scheduler import Scheduler
 
@@ -59,7 +59,8 @@ class StackedSubprocessEnvManager(EnvManager):
         try:
             batch = _stacked(self.observation_space, observations)
         except Exception:  # of numpy's, or of a custom space
-            scheduler.fail(self._misfits(dict(zip(ready, observations, strict=True))))
+            for index, error in self._misfits(dict(zip(ready, observations, strict=True))).items():
+                scheduler.update_records([index], state=EnvState.ERROR, failure=error)
             self._tell_failures(scheduler)
             raise
         self._batch, self._implied = ready, None
