@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakMethod
 
 from multienv._engine.asking.fanout import resumed
@@ -27,6 +27,8 @@ from multienv.events import Event, Hook, Statistics
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+T = TypeVar("T")
 
 _THREAD = "multienv-async"
 # Seconds after which a step that is being waited for looks whether it has been given another deadline.
@@ -116,10 +118,7 @@ class AsyncEnv:
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, and build the env first if it is not built yet. Returns observation and info."""
-        answer: tuple[Any, dict[str, Any]] = await self._ask(
-            "reset", partial(self._env.reset, seed=seed, options=options)
-        )
-        return answer
+        return await self._ask("reset", partial(self._env.reset, seed=seed, options=options))
 
     async def step(self, action: Any, *, deadline: float | None = None) -> Transition:
         """Take one step; see :meth:`SubprocessEnv.step` for its results and errors.
@@ -132,14 +131,12 @@ class AsyncEnv:
         """
         check_seconds("deadline", deadline)
         # The thread encodes it later: another task may reuse an array until then.
-        take = partial(_step, self._env, own_copy(action, "step()"), self._deadlines)
-        transition: Transition = await self._ask("step", take, deadline)
-        return transition
+        take: Callable[[], Transition] = partial(_step, self._env, own_copy(action, "step()"), self._deadlines)
+        return await self._ask("step", take, deadline)
 
     async def rollout(self, policy: Policy, steps: int) -> Fragment:
         """Take many steps in one request, with the policy beside the env; see :meth:`SubprocessEnv.rollout`."""
-        fragment: Fragment = await self._ask("rollout", partial(self._env.rollout, policy, steps))
-        return fragment
+        return await self._ask("rollout", partial(self._env.rollout, policy, steps))
 
     # --- branching and checkpoints ----------------------------------------------------------------
 
@@ -153,8 +150,7 @@ class AsyncEnv:
 
     async def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data, to continue in another trainer; see :meth:`SubprocessEnv.state_dict`."""
-        state: dict[str, Any] = await self._ask("state_dict", self._env.state_dict)
-        return state
+        return await self._ask("state_dict", self._env.state_dict)
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was called; see :meth:`SubprocessEnv.load_state_dict`."""
@@ -196,7 +192,7 @@ class AsyncEnv:
 
     # --- how --------------------------------------------------------------------------------------
 
-    async def _ask(self, name: str, call: Callable[[], Any], deadline: float | None = None) -> Any:
+    async def _ask(self, name: str, call: Callable[[], T], deadline: float | None = None) -> T:
         """Make a call in the thread, wait for it, and return what it returned or raise what it raised."""
         if self._awaited is not None and not self._awaited[1].is_closed():  # a task whose loop was closed is cancelled
             other = self._awaited[0]
@@ -220,7 +216,7 @@ class AsyncEnv:
                 self._awaited = None
         self._call = None  # no call of anything comes after it: an interruption would lose the outcome
         if error is None:
-            return answer
+            return answer  # type: ignore[no-any-return]
         try:
             raise error
         finally:
