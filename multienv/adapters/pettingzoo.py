@@ -8,11 +8,12 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from typing_extensions import Self, Unpack
 
 from multienv._engine.building.building import WorkerOptions, checked_env_fn
 from multienv._engine.worker.replies import pickled
@@ -28,9 +29,6 @@ except ImportError as missing:
         f'multienv.adapters.pettingzoo needs {missing.name}: pip install "multienv-rl[pettingzoo]"',
         name=missing.name,
     ) from None
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
 
 # What an env may have, and has from its construction on.
 _ATTRIBUTES = ("metadata", "possible_agents", "observation_spaces", "action_spaces", "state_space", "render_mode")

@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakMethod
+
+from typing_extensions import Self, Unpack
 
 from multienv._engine.asking.fanout import resumed
 from multienv._engine.building.building import EnvFn, WorkerOptions
@@ -24,9 +26,6 @@ from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
 from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeout, rebuilt
 from multienv.events import Event, Hook, Statistics
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
 
 T = TypeVar("T")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import gymnasium
 from gymnasium.vector import AutoresetMode
+from typing_extensions import Self
 
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut, resumed
@@ -31,9 +32,6 @@ from multienv.envs.subprocess_env import (
 )
 from multienv.errors import ActionError, ClosedError, EnvsFailedError, UsageError
 from multienv.events import Statistics
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Lists = tuple[list[Any], list[Any], list[Any], list[Any], list[dict[str, Any] | None]]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Unpack
 
 from multienv._engine.building.building import (
     EnvFn,
@@ -22,9 +24,6 @@ from multienv._engine.wire.messages import Setting
 from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv.config import RayOptions, takes_options_of
 from multienv.envs.subprocess_env import SupervisedEnv, built_envs
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # Seconds that close() waits, with the last env, until the hosts have been told to end and a local Ray is shut down.
 CLOSE_PATIENCE = 10.0

@@ -6,10 +6,11 @@ import copy
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
+from typing_extensions import Self
 
 from multienv._engine.building.building import EnvFn, WorkerOptions, Workers, listed_env_fns
 from multienv._engine.wire.messages import Call, GetAttribute, Message, Method, SetAttribute
@@ -33,9 +34,6 @@ from multienv.errors import (
 from multienv.events import Statistics
 from multienv.managers.config import EnvManagerConfig, EnvReference, EnvState, Timestep
 from multienv.managers.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 ResetParam = Mapping[int, Mapping[str, Any] | None]
 

@@ -19,10 +19,11 @@ from abc import ABCMeta
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium
 import numpy as np
+from typing_extensions import Self, Unpack
 
 from multienv._engine.building.building import Processes, WorkerOptions, Workers
 from multienv._engine.interrupts import runs_user_code
@@ -33,9 +34,6 @@ from multienv.envs.subprocess_env import SubprocessEnv
 from multienv.errors import UsageError, first_line
 from multienv.events import Event, Loss, Recovery, Recycled
 from multienv.vector.vector_env import SubprocessVectorEnv
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
 
 logger = logging.getLogger("multienv")
 

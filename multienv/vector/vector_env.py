@@ -6,7 +6,9 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Unpack
 
 from multienv._engine.building.building import EnvFn, Processes, SerialWorkers, Workers, listed_env_fns
 from multienv._engine.cores import busy_cores, spread
@@ -15,9 +17,6 @@ from multienv.errors import EnvsFailedError, UsageError
 from multienv.events import Hook
 from multienv.vector.batching import deal
 from multienv.vector.hosted_vector_env import BatchOptions, HostedVectorEnv, VectorOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 logger = logging.getLogger("multienv")
 
