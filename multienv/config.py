@@ -126,14 +126,6 @@ def checked_seed(seed: Any) -> int | None:
     return number
 
 
-def checked_options(options: Any, count: int) -> list[dict[str, Any] | None]:
-    """Return the options of each env, copies of what ``reset`` was given: a dict for all, or one or None for each."""
-    each = [options] * count if options is None or isinstance(options, Mapping) else options
-    if len(each) != count:
-        raise UsageError(f"reset(): options has {len(each)} items for {count} envs. Nothing was sent.")
-    return [None if one is None else dict(one) for one in each]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Deadlines:
     """Says how long an env may take for one request, in seconds; ``None`` means no limit.

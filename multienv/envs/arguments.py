@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode
 
 from multienv._engine.wire.actions import shown
 from multienv._engine.wire.messages import Call, Message
-from multienv.config import checked_options, checked_seed, integer
+from multienv.config import checked_seed, integer
 from multienv.errors import ActionError, EnvError, EnvsFailedError, MultienvError, ResetNeededError, UsageError
 
 # Compared by identity, which is faster: numpy has one such object, unless the caller has made another.
@@ -99,7 +99,7 @@ def checked_indices(indices: Any, num_envs: int) -> list[int]:
 
 
 def reset_options(options: Any, num_envs: int) -> tuple[list[Any], np.ndarray[Any, Any] | None]:
-    """Return the options of each env, and the ``reset_mask`` in them, if any.
+    """Return copies of the options of each env, and the ``reset_mask`` in them, if any.
 
     Args:
         options: As given to ``reset``: ``None``, a mapping for all, or a sequence of one or ``None`` for each env.
@@ -109,7 +109,10 @@ def reset_options(options: Any, num_envs: int) -> tuple[list[Any], np.ndarray[An
     if isinstance(options, Mapping) and "reset_mask" in options:
         options = dict(options)
         mask = _checked_mask(options.pop("reset_mask"), num_envs)
-    return checked_options(options, num_envs), mask
+    each = [options] * num_envs if options is None or isinstance(options, Mapping) else options
+    if len(each) != num_envs:
+        raise UsageError(f"reset(): options has {len(each)} items for {num_envs} envs. Nothing was sent.")
+    return [None if one is None else dict(one) for one in each], mask
 
 
 def _checked_mask(mask: Any, num_envs: int) -> np.ndarray[Any, Any]:

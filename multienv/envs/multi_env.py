@@ -86,7 +86,10 @@ class MultiEnv:
             spread([one for env in hosted.values() if (one := supervisor_of(env)) is not None])
         disabled = self.autoreset_mode is AutoresetMode.DISABLED
         autoreset = None if disabled else AutoresetOfOne(self.autoreset_mode)
-        self._fan = FanOut([self._member(env) for env in self.envs], autoreset=autoreset, threads=max_workers)
+        members: list[Supervisor | Blocking] = [
+            supervisor_of(env) or partial(_ask_here, AutoResetWrapper(env, self.autoreset_mode)) for env in self.envs
+        ]
+        self._fan = FanOut(members, autoreset=autoreset, threads=max_workers)
         self._stream = Stream(self._fan)
 
     def _initialize(self, hosted: dict[int, SupervisedEnv]) -> None:
@@ -101,10 +104,6 @@ class MultiEnv:
             failed = {indexes[member]: error for member, error in failures.items()}
             results = [None if index in failed else env for index, env in enumerate(self.envs)]
             raise EnvsFailedError.collect("initialize()", failed, results, "Fix what the errors below name.")
-
-    def _member(self, env: gymnasium.Env[Any, Any]) -> Supervisor | Blocking:
-        supervisor = supervisor_of(env)
-        return partial(_ask_here, AutoResetWrapper(env, self.autoreset_mode)) if supervisor is None else supervisor
 
     def _adopt_spaces(self) -> None:
         first = self.envs[0]

@@ -248,19 +248,16 @@ class Scheduler:
 
     def until_stepped(self, wanted: float, patience: float | None) -> None:
         """Wait for ``wanted`` timesteps and ``patience`` seconds, or for all timesteps; ``None``: for all."""
-        begin = time.monotonic()
+        over = math.inf if patience is None else time.monotonic() + patience
         wanted = min(wanted, self.stepping() + len(self.news()))
         while self.stepping():
-            until = math.inf
-            if patience is not None:
-                failed = len(self.failures())
-                if len(self.news()) + failed >= wanted:
-                    until = begin + patience
-                    is_over = time.monotonic() >= until
-                    # Not before an env can be stepped, or the caller would have nothing to do but to call again.
-                    if is_over and (failed or any(map(self.is_idle, range(len(self.records))))):
-                        return
-                    until = math.inf if is_over else until
+            failed = len(self.failures())
+            until = over if len(self.news()) + failed >= wanted else math.inf
+            if time.monotonic() >= until:
+                # Not before an env can be stepped, or the caller would have nothing to do but to call again.
+                if failed or any(map(self.is_idle, range(len(self.records)))):
+                    return
+                until = math.inf
             self.turn(until)
 
     # --- handing over -----------------------------------------------------------------------------
