@@ -78,7 +78,7 @@ def chosen_options(options: Any) -> str:
     return f"{type(options).__name__}({chosen})"
 
 
-def check_seconds(name: str, value: float | None, *, zero: bool = False, words: str = "", needed: bool = False) -> None:
+def check_seconds(name: str, value: Any, *, zero: bool = False, words: str = "", needed: bool = False) -> None:
     """Raise UsageError unless this is ``None`` or a finite, positive number.
 
     Args:
@@ -88,17 +88,13 @@ def check_seconds(name: str, value: float | None, *, zero: bool = False, words: 
         words: What else would have been allowed, for messages.
         needed: ``None`` is not allowed.
     """
-    if value is None:
-        if needed:
-            raise UsageError(f"{name} is None; give a number of seconds.")
+    if value is None and not needed:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise UsageError(f"{name} is {value!r}; give a number of seconds{words}, or None for no limit.")
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # Compared before any conversion: an integer may be too large for a float, a float for a poll().
-    if not 0 <= value <= _LONGEST or (value == 0 and not zero):
-        raise UsageError(
-            f"{name} is {value!r}; give a positive number of seconds, at most {_LONGEST:,}, or None for no limit."
-        )
+    if not is_number or not 0 <= value <= _LONGEST or (value == 0 and not zero):
+        words += "" if needed else ", or None for no limit"
+        raise UsageError(f"{name} is {value!r:.100}; give a number of seconds{words}: positive, at most {_LONGEST:,}.")
 
 
 def integer(value: Any) -> int | None:

@@ -52,25 +52,20 @@ def envs_failed(
     what: str, mode: AutoresetMode, failures: Mapping[int, BaseException], results: Sequence[Any]
 ) -> MultienvError:
     """Return the error for a call in which some envs have failed; arguments as for ``EnvsFailedError.collect``."""
-    return EnvsFailedError.collect(what, failures, results, *_advice_after(what, mode, failures))
-
-
-def _advice_after(name: str, mode: AutoresetMode, failures: Mapping[int, BaseException]) -> tuple[str, str]:
-    """Return two sentences for an error: what to do after envs failed in a call, and what became of the others."""
-    if name.startswith("reset"):
-        return "Reset the failed envs again.", "The other envs are reset."
-    if not name.startswith(("step", "recv", "rollout")):
-        return "No episode has ended.", "The other envs have answered."
-    step, reset = ("send", "reset_async") if name.startswith("recv") else ("step", "reset")
-    reset += "(options={'reset_mask': mask})"
-    advice = (
-        f"The next {step}() begins a new episode of each env that raised an error of its own; after any other, {reset}."
-    )
-    if all(isinstance(error, ActionError) and not isinstance(error, EnvError) for error in failures.values()):
-        advice = f"The failed envs took no step: call {step}() again, with valid actions for them."
-    elif mode is AutoresetMode.DISABLED or all(isinstance(error, ResetNeededError) for error in failures.values()):
-        advice = f"Reset the failed envs: {reset}."
-    return advice, "The episodes of the other envs go on."
+    advice, others = "No episode has ended.", "The other envs have answered."
+    if what.startswith("reset"):
+        advice, others = "Reset the failed envs again.", "The other envs are reset."
+    elif what.startswith(("step", "recv", "rollout")):
+        step, reset = ("send", "reset_async") if what.startswith("recv") else ("step", "reset")
+        reset += "(options={'reset_mask': mask})"
+        others = "The episodes of the other envs go on."
+        by_itself = f"The next {step}() begins a new episode of each env that raised an error of its own"
+        advice = f"{by_itself}; after any other, {reset}."
+        if all(isinstance(error, ActionError) and not isinstance(error, EnvError) for error in failures.values()):
+            advice = f"The failed envs took no step: call {step}() again, with valid actions for them."
+        elif mode is AutoresetMode.DISABLED or all(isinstance(error, ResetNeededError) for error in failures.values()):
+            advice = f"Reset the failed envs: {reset}."
+    return EnvsFailedError.collect(what, failures, results, advice, others)
 
 
 def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:

@@ -59,8 +59,9 @@ class StackedSubprocessEnvManager(EnvManager):
         try:
             batch = _stacked(self.observation_space, observations)
         except Exception:  # of numpy's, or of a custom space
-            for index, error in self._misfits(dict(zip(ready, observations, strict=True))).items():
-                scheduler.update_records([index], state=EnvState.ERROR, failure=error)
+            for index, observation in zip(ready, observations, strict=True):
+                if (failure := self._misfit(index, observation)) is not None:
+                    scheduler.update_records([index], state=EnvState.ERROR, failure=failure)
             self._tell_failures(scheduler)
             raise
         self._batch, self._implied = ready, None
@@ -125,20 +126,19 @@ class StackedSubprocessEnvManager(EnvManager):
     def _tell_failures(self, scheduler: Scheduler) -> None:
         scheduler.tell_failures("ready_obs", {index: scheduler.observation(index) for index in scheduler.ready()})
 
-    def _misfits(self, observations: Mapping[int, Any]) -> dict[int, EnvError]:
-        """Return an error for each env whose observation does not fit the space."""
+    def _misfit(self, index: int, observation: Any) -> EnvError | None:
+        """Return an error if the observation of an env does not fit the space."""
         space = self.observation_space
-        found: dict[int, EnvError] = {}
-        for index, observation in observations.items():
-            try:
-                _stacked(space, [observation])
-            except Exception as error:
-                found[index] = EnvError(
-                    f"Env {index} has returned the observation {observation!r:.100}, which does not fit its space "
-                    f"{space!r:.100}: {error}. Reset it; the managers by id take any."
-                )
-                found[index].env_index = index
-        return found
+        try:
+            _stacked(space, [observation])
+        except Exception as error:
+            failure = EnvError(
+                f"Env {index} has returned the observation {observation!r:.100}, which does not fit its space "
+                f"{space!r:.100}: {error}. Reset it; the managers by id take any."
+            )
+            failure.env_index = index
+            return failure
+        return None
 
 
 def _stacked(space: spaces.Space[Any], observations: Sequence[Any]) -> Any:
