@@ -68,7 +68,7 @@ class AsyncEnv:
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, **options: Unpack[WorkerOptions]) -> None:
         # Hooks and the events to call them with when the call is done.
         self._events: deque[tuple[Callable[[Any], object], Any]] = deque()
-        options["hooks"] = [partial(_note, self._events, hook) for hook in options.get("hooks", ())]
+        options["hooks"] = [partial(_queue_event, self._events, hook) for hook in options.get("hooks", ())]
         options.setdefault("deadlines", Deadlines(step=None, reset=None))
         self._env = SubprocessEnv(env_fn, env_index=env_index, **options)
         self._pool = Pool(1, _THREAD)
@@ -270,7 +270,7 @@ class _Call:
         return answer, error
 
 
-def _note(events: deque[tuple[Callable[[Any], object], Any]], hook: Hook, event: Event) -> None:
+def _queue_event(events: deque[tuple[Callable[[Any], object], Any]], hook: Hook, event: Event) -> None:
     events.append((hook, event))
 
 

@@ -295,9 +295,9 @@ class MultiEnv:
             UsageError: Fewer than ``k`` envs are under way, or none.
         """
         self._refuse_if_closed("recv()")
-        return self._stream.begin("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
+        return self._stream.begin("recv").recv(self._received, k, at_most, timeout)  # type: ignore[no-any-return]
 
-    def _made(self, ready: ReadyBatch) -> Any:
+    def _received(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns for these results, or the error to raise."""
         self._refuse_if_closed("recv()")
         envs, answers, errors = ready.envs, ready.answers, ready.errors

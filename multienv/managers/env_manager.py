@@ -222,7 +222,7 @@ class EnvManager:
         scheduler = self._launched("ready_obs")
         scheduler.until_some_are_ready()
         observations = {index: scheduler.observation(index) for index in scheduler.ready()}
-        scheduler.tell_failures("ready_obs", observations)
+        scheduler.raise_failures("ready_obs", observations)
         return observations
 
     def random_action(self) -> dict[int, Any]:
@@ -249,7 +249,7 @@ class EnvManager:
         scheduler = self._launched("step()")
         self._send_steps(scheduler, actions)
         self._wait(scheduler, len(actions))
-        return scheduler.hand_over("step()", dict)  # type: ignore[no-any-return]
+        return scheduler.deliver_timesteps("step()", dict)  # type: ignore[no-any-return]
 
     def _send_steps(self, scheduler: Scheduler, actions: Mapping[Any, Any]) -> None:
         """Send these steps, all of them or none."""
@@ -273,7 +273,7 @@ class EnvManager:
 
     def _wait(self, scheduler: Scheduler, asked: int) -> None:
         """Wait for the timesteps that step() is to return; ``asked``: how many steps this call has sent."""
-        if not (scheduler.stepping() or scheduler.news()):
+        if not (scheduler.stepping() or scheduler.undelivered()):
             scheduler.until_some_are_ready()
         elif self._waits_for_all:
             scheduler.until_stepped(math.inf, None)
@@ -329,7 +329,7 @@ class EnvManager:
     def ready_env(self) -> list[int]:
         """Return the ids of the envs that can be stepped now, without waiting."""
         scheduler = self._launched("ready_env")
-        scheduler.turn(0.0)
+        scheduler.take_up_answers(0.0)
         return scheduler.ready()
 
     ready_obs_id = ready_env  # by DI-engine's name
@@ -338,7 +338,7 @@ class EnvManager:
     def ready_info(self) -> dict[int, dict[str, Any]]:
         """Return the infos of the envs that can be stepped, by id: each from the env's last step or reset."""
         scheduler = self._launched("ready_info")
-        scheduler.turn(0.0)
+        scheduler.take_up_answers(0.0)
         return {index: scheduler.records[index].info for index in scheduler.ready()}
 
     @property

@@ -53,7 +53,7 @@ class StackedSubprocessEnvManager(EnvManager):
         """
         scheduler = self._launched("ready_obs")
         scheduler.until_some_are_ready()
-        self._tell_failures(scheduler)
+        self._raise_failures(scheduler)
         ready = scheduler.ready()
         observations = [scheduler.records[index].observation for index in ready]
         try:
@@ -62,7 +62,7 @@ class StackedSubprocessEnvManager(EnvManager):
             for index, observation in zip(ready, observations, strict=True):
                 if (failure := self._misfit(index, observation)) is not None:
                     scheduler.update_records([index], state=EnvState.ERROR, failure=failure)
-            self._tell_failures(scheduler)
+            self._raise_failures(scheduler)
             raise
         self._batch, self._implied = ready, None
         return batch
@@ -97,7 +97,7 @@ class StackedSubprocessEnvManager(EnvManager):
         """
         scheduler = self._launched("step()")
         batch = self._batch
-        if batch is None and not scheduler.stepping() and not scheduler.news():
+        if batch is None and not scheduler.stepping() and not scheduler.undelivered():
             batch = self._implied
             if batch is None:
                 raise UsageError("step(): read ready_obs first: the actions are for the envs of that batch.")
@@ -106,7 +106,7 @@ class StackedSubprocessEnvManager(EnvManager):
         self._send_steps(scheduler, dict(zip(order, rows, strict=True)))
         self._batch = self._implied = None
         self._wait(scheduler, len(order))
-        return scheduler.hand_over("step()", lambda steps: self._listed(scheduler, steps, order))  # type: ignore[no-any-return]
+        return scheduler.deliver_timesteps("step()", lambda steps: self._listed(scheduler, steps, order))  # type: ignore[no-any-return]
 
     def _reset(self, scheduler: Scheduler, params: Mapping[int, dict[str, Any] | None] | None) -> None:
         """Reset envs, at the launch too: the last batch is no longer valid; all envs together are the next one."""
@@ -123,8 +123,8 @@ class StackedSubprocessEnvManager(EnvManager):
         first = [steps[index] for index in order if index in steps]
         return first + [step for index, step in steps.items() if index not in order]
 
-    def _tell_failures(self, scheduler: Scheduler) -> None:
-        scheduler.tell_failures("ready_obs", {index: scheduler.observation(index) for index in scheduler.ready()})
+    def _raise_failures(self, scheduler: Scheduler) -> None:
+        scheduler.raise_failures("ready_obs", {index: scheduler.observation(index) for index in scheduler.ready()})
 
     def _misfit(self, index: int, observation: Any) -> EnvError | None:
         """Return an error if the observation of an env does not fit the space."""

@@ -396,9 +396,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             UsageError: ``k`` results cannot arrive: too few envs are under way.
         """
         self._refuse_if_closed("recv")
-        return self._stream.begin("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
+        return self._stream.begin("recv").recv(self._received, k, at_most, timeout)  # type: ignore[no-any-return]
 
-    def _made(self, ready: ReadyBatch) -> Any:
+    def _received(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns for these results, or the error to raise."""
         if ready.errors:
             return self._error_of_some(ready)

@@ -68,7 +68,7 @@ def make_vec(
         EnvsFailedError: Some envs could not be built.
         gymnasium.error.Error: The id is not registered.
     """
-    vectorization = _word(make_kwargs.pop("vectorization_mode", None) or vectorization)
+    vectorization = _our_name(make_kwargs.pop("vectorization_mode", None) or vectorization)
     options = _options()
     named = {name: make_kwargs.pop(name) for name in list(make_kwargs) if name in options}
     if callable(id):
@@ -77,7 +77,7 @@ def make_vec(
         spec = copy.deepcopy(_find_spec(id) if isinstance(id, str) else id)
         kwargs, spec.kwargs = spec.kwargs, {}
         num_envs = kwargs.pop("num_envs", num_envs)
-        mode = _word(kwargs.pop("vectorization_mode", None))  # gymnasium's own make_vec has made the spec
+        mode = _our_name(kwargs.pop("vectorization_mode", None))  # gymnasium's own make_vec has made the spec
         vectorization = kwargs.pop("vectorization", mode if mode in _CLASSES else vectorization)
         vector_kwargs = kwargs.pop("vector_kwargs", vector_kwargs)
         wrappers = kwargs.pop("wrappers", wrappers)
@@ -121,7 +121,7 @@ def _options() -> set[str]:
     return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} | {"ray"}
 
 
-def _word(mode: Any) -> Any:
+def _our_name(mode: Any) -> Any:
     """Return our word for a vectorization mode of gymnasium's, a string or its Enum; anything else as it is."""
     return _OF_GYMNASIUM.get(getattr(mode, "value", mode), mode)
 
