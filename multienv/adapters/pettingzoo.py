@@ -17,6 +17,7 @@ from typing_extensions import Self, Unpack
 
 from multienv._engine.building.building import WorkerOptions, checked_env_fn
 from multienv._engine.worker.replies import pickled
+from multienv.adapters import extra_needed
 from multienv.config import takes_options_of
 from multienv.envs.arguments import call_message, refuse_copy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of
@@ -25,10 +26,7 @@ from multienv.events import Statistics
 try:
     from pettingzoo import AECEnv, ParallelEnv
 except ImportError as missing:
-    raise ImportError(
-        f'multienv.adapters.pettingzoo needs {missing.name}: pip install "multienv-rl[pettingzoo]"',
-        name=missing.name,
-    ) from None
+    raise extra_needed(__name__, "pettingzoo", missing) from None
 
 # What an env may have, and has from its construction on.
 _ATTRIBUTES = ("metadata", "possible_agents", "observation_spaces", "action_spaces", "state_space", "render_mode")

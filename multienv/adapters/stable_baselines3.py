@@ -13,6 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
+from multienv.adapters import extra_needed
 from multienv.errors import CallPendingError, EnvsFailedError
 from multienv.events import Statistics
 from multienv.vector.vector_env import SubprocessVectorEnv
@@ -21,10 +22,7 @@ try:
     # Where it is defined: `multienv run` imports this module while Stable-Baselines3 is being imported.
     from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 except ImportError as missing:
-    raise ImportError(
-        f'multienv.adapters.stable_baselines3 needs {missing.name}: pip install "multienv-rl[sb3]"',
-        name=missing.name,
-    ) from None
+    raise extra_needed(__name__, "sb3", missing) from None
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
