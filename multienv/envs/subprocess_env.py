@@ -383,9 +383,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         spec = self.__dict__.get("spec")
         return f"<{type(self).__name__}{'' if spec is None else f'<{spec.id}>'} {self._supervisor.statistics().state}>"
 
-    def __repr__(self) -> str:
-        """Return the same as ``str``."""
-        return str(self)
+    __repr__ = __str__
 
     __reduce_ex__ = refuse_copy
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ KillManner = Literal["SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP"]
 def worker_pids(envs: Any) -> list[int]:
     """Return the process ids of the living workers of an env, a batch or a manager, each once."""
     found = envs.statistics()
-    several = found.values() if isinstance(found, Mapping) else found if isinstance(found, Iterable) else [found]
+    several = found if isinstance(found, Iterable) else [found]
     pids = [one.pid for one in several if one is not None and one.pid is not None]
     return list(dict.fromkeys(pids))
 
