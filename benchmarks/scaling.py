@@ -85,7 +85,7 @@ def plot(tables: dict[str, dict[str, float]], path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(tables), figsize=(4 * len(tables), 3.6), layout="constrained")
+    figure, panels = plt.subplots(1, len(tables), figsize=(4 * len(tables), 4.0), layout="constrained")
     for axes, (title, rows) in zip(panels, tables.items(), strict=True):
         axes.plot(list(rows), [1e6 * cost for cost in rows.values()], marker="o")
         axes.set_xlabel(title)

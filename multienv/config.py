@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
@@ -79,7 +78,7 @@ def chosen_options(options: Any) -> str:
     return f"{type(options).__name__}({chosen})"
 
 
-def check_seconds(name: str, value: float | None, *, zero: bool = False, words: str = "", needed: bool = False) -> None:
+def check_seconds(name: str, value: Any, *, zero: bool = False, words: str = "", needed: bool = False) -> None:
     """Raise UsageError unless this is ``None`` or a finite, positive number.
 
     Args:
@@ -89,17 +88,13 @@ def check_seconds(name: str, value: float | None, *, zero: bool = False, words: 
         words: What else would have been allowed, for messages.
         needed: ``None`` is not allowed.
     """
-    if value is None:
-        if needed:
-            raise UsageError(f"{name} is None; give a number of seconds.")
+    if value is None and not needed:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise UsageError(f"{name} is {value!r}; give a number of seconds{words}, or None for no limit.")
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # Compared before any conversion: an integer may be too large for a float, a float for a poll().
-    if not 0 <= value <= _LONGEST or (value == 0 and not zero):
-        raise UsageError(
-            f"{name} is {value!r}; give a positive number of seconds, at most {_LONGEST:,}, or None for no limit."
-        )
+    if not is_number or not 0 <= value <= _LONGEST or (value == 0 and not zero):
+        words += "" if needed else ", or None for no limit"
+        raise UsageError(f"{name} is {value!r:.100}; give a number of seconds{words}: positive, at most {_LONGEST:,}.")
 
 
 def integer(value: Any) -> int | None:
@@ -119,23 +114,12 @@ def checked_seed(seed: Any) -> int | None:
     if seed is None:
         return None
     advice = f"reset(seed={seed!r:.100}): give a non-negative integer, or None."
-    try:
-        number = None if isinstance(seed, bool) else operator.index(seed)  # numpy's too; gymnasium wants Python's
-    except TypeError:
-        number = None
+    number = integer(seed)
     if number is None:
         raise UsageError(f"Seed must be a python integer, actual type: {type(seed)}. {advice}")
     if number < 0:
         raise UsageError(f"Seed must be greater or equal to zero, actual value: {number}. {advice}")
     return number
-
-
-def checked_options(options: Any, count: int) -> list[dict[str, Any] | None]:
-    """Return the options of each env, copies of what ``reset`` was given: a dict for all, or one or None for each."""
-    each = [options] * count if options is None or isinstance(options, Mapping) else options
-    if len(each) != count:
-        raise UsageError(f"reset(): options has {len(each)} items for {count} envs. Nothing was sent.")
-    return [None if one is None else dict(one) for one in each]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -8,14 +8,16 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from typing_extensions import Self, Unpack
 
 from multienv._engine.building.building import WorkerOptions, checked_env_fn
 from multienv._engine.worker.replies import pickled
+from multienv.adapters import extra_needed
 from multienv.config import takes_options_of
 from multienv.envs.arguments import call_message, refuse_copy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of
@@ -24,13 +26,7 @@ from multienv.events import Statistics
 try:
     from pettingzoo import AECEnv, ParallelEnv
 except ImportError as missing:
-    raise ImportError(
-        f'multienv.adapters.pettingzoo needs {missing.name}: pip install "multienv-rl[pettingzoo]"',
-        name=missing.name,
-    ) from None
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    raise extra_needed(__name__, "pettingzoo", missing) from None
 
 # What an env may have, and has from its construction on.
 _ATTRIBUTES = ("metadata", "possible_agents", "observation_spaces", "action_spaces", "state_space", "render_mode")
@@ -87,8 +83,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         # By a weak reference: an env that is not closed ends with the last reference to it.
         convert = partial(SubprocessParallelEnv._converted, weakref.proxy(self))
         calls_of(self._env).convert.update(step=convert, reset=convert)
-        self._spaces: dict[Any, tuple[Any, Any]] = {}  # of possible agents
-        self._spaces_of_others: dict[Any, tuple[Any, Any]] = {}  # asked for in this episode
+        self._spaces: dict[Any, tuple[Any, Any]] = {}  # of possible agents, and of others that were asked for
         self._last = b""  # what the env returned last, but for infos
 
     # --- start and end ----------------------------------------------------------------------------
@@ -119,7 +114,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         self._env.initialize(timeout)
         if "metadata" not in self.__dict__:
             described: Any = self._env.action_space
-            self._spaces = described.spaces
+            self._spaces = dict(described.spaces)
             self.__dict__.update(described.attributes)
         return self
 
@@ -153,7 +148,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         Returns:
             Observations and infos by agent.
         """
-        self.agents, self._last, self._spaces_of_others, outcome = self._built().reset(seed=seed, options=options)  # type: ignore[misc]
+        self.agents, self._last, outcome = self._built().reset(seed=seed, options=options)  # type: ignore[misc]
         return outcome  # type: ignore[no-any-return]
 
     def reset_async(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
@@ -162,7 +157,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
         """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        self.agents, self._last, self._spaces_of_others, outcome = self._env.reset_wait(timeout)  # type: ignore[misc]
+        self.agents, self._last, outcome = self._env.reset_wait(timeout)  # type: ignore[misc]
         return outcome  # type: ignore[no-any-return]
 
     def step(self, actions: dict[Any, Any]) -> Transition:
@@ -180,7 +175,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        self.agents, self._last, self._spaces_of_others, outcome = self._env.step(actions)  # type: ignore[misc]
+        self.agents, self._last, outcome = self._env.step(actions)  # type: ignore[misc]
         return outcome  # type: ignore[no-any-return]
 
     def step_async(self, actions: dict[Any, Any]) -> None:
@@ -189,7 +184,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect the result of the step. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        self.agents, self._last, self._spaces_of_others, outcome = self._env.step_wait(timeout)  # type: ignore[misc]
+        self.agents, self._last, outcome = self._env.step_wait(timeout)  # type: ignore[misc]
         return outcome  # type: ignore[no-any-return]
 
     def render(self) -> Any:
@@ -201,17 +196,11 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         return self._ask("state")
 
     def observation_space(self, agent: Any) -> spaces.Space[Any]:
-        """Return an agent's observation space, always the same object.
-
-        For an agent that appears during an episode, it is the same object within that episode.
-        """
+        """Return an agent's observation space, always the same object."""
         return self._spaces_of(agent)[0]  # type: ignore[no-any-return]
 
     def action_space(self, agent: Any) -> spaces.Space[Any]:
-        """Return an agent's action space, always the same object.
-
-        For an agent that appears during an episode, it is the same object within that episode.
-        """
+        """Return an agent's action space, always the same object."""
         return self._spaces_of(agent)[1]  # type: ignore[no-any-return]
 
     # --- branching and checkpoints ----------------------------------------------------------------
@@ -281,14 +270,12 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def _spaces_of(self, agent: Any) -> tuple[Any, Any]:
         self._built()
-        found = self._spaces.get(agent) or self._spaces_of_others.get(agent)
-        if found is None:
-            found = self._ask("observation_space", agent), self._ask("action_space", agent)
-            self._spaces_of_others[agent] = found
-        return found
+        if agent not in self._spaces:  # it has appeared in the middle of an episode
+            self._spaces[agent] = self._ask("observation_space", agent), self._ask("action_space", agent)
+        return self._spaces[agent]
 
-    def _converted(self, answer: Any, resumed: bool) -> tuple[list[Any], bytes, dict[Any, tuple[Any, Any]], Any]:
-        """Return agents, last transition and spaces after an answer, which the caller stores, and what it then returns.
+    def _converted(self, answer: Any, resumed: bool) -> tuple[list[Any], bytes, Any]:
+        """Return agents and last transition after an answer, which the caller stores, and what it then returns.
 
         Nothing is stored here: until the caller has the outcome, an interrupted call is not over. It stores them in one
         line and calls nothing after that: in a call, an exception of a signal handler would lose the outcome.
@@ -297,15 +284,15 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         told, last = info.get("multienv", {}), info.get("returned", self._last)
         agents, *outcome = pickle.loads(last)
         if len(answer) == 2:
-            return agents, last, {}, (*outcome, info["infos"])
+            return agents, last, (*outcome, info["infos"])
         if "returned" not in info:
-            return [], last, self._spaces_of_others, self._truncated(agents, outcome[0], told)
+            return [], last, self._truncated(agents, outcome[0], told)
         observations, rewards, terminations, truncations = outcome
         infos = info["infos"]
         if told:
             infos = {**infos, **{agent: {**infos.get(agent, {}), "multienv": dict(told)} for agent in terminations}}
         transition = observations, rewards, terminations, truncations, infos
-        return agents, last, self._spaces_of_others, transition
+        return agents, last, transition
 
     @staticmethod
     def _truncated(agents: list[Any], observations: dict[Any, Any], told: dict[str, Any]) -> Transition:
@@ -320,7 +307,6 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def _set_state(self, last: bytes, agents: list[Any]) -> None:
         self._last, self.agents = last, list(agents)
-        self._spaces_of_others = {}
 
 
 # --- in the process -------------------------------------------------------------------------------

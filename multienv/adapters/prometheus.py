@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from multienv.adapters import extra_needed
 from multienv.errors import MultienvError
 from multienv.events import COUNTERS, Event, Loss, Recovery, flat_statistics
 
@@ -13,10 +14,7 @@ try:
     from prometheus_client import REGISTRY, Counter, Histogram
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 except ImportError as missing:
-    raise ImportError(
-        f'multienv.adapters.prometheus needs {missing.name}: pip install "multienv-rl[prometheus]"',
-        name=missing.name,
-    ) from None
+    raise extra_needed(__name__, "prometheus", missing) from None
 
 # Seconds; a snapshot recovers an env in some milliseconds, a slow simulator takes minutes.
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

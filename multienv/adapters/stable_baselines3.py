@@ -13,7 +13,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from multienv.errors import CallPendingError, EnvsFailedError, UsageError
+from multienv.adapters import extra_needed
+from multienv.errors import CallPendingError, EnvsFailedError
 from multienv.events import Statistics
 from multienv.vector.vector_env import SubprocessVectorEnv
 
@@ -21,18 +22,13 @@ try:
     # Where it is defined: `multienv run` imports this module while Stable-Baselines3 is being imported.
     from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 except ImportError as missing:
-    raise ImportError(
-        f'multienv.adapters.stable_baselines3 needs {missing.name}: pip install "multienv-rl[sb3]"',
-        name=missing.name,
-    ) from None
+    raise extra_needed(__name__, "sb3", missing) from None
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 # Calls that the libraries make all the time, and that change nothing: HER's of goals, sb3-contrib's of masks.
 UNRECORDED = ("action_masks", "compute_reward")
-# SB3 forks so that scripts need no ``if __name__ == "__main__"``. No start method of multienv's needs that.
-_CONTEXTS = {None: None, "forkserver": "forkserver", "spawn": "spawn", "fork": "forkserver"}
 
 
 class SubprocessVecEnv(VecEnv):
@@ -86,12 +82,9 @@ class SubprocessVecEnv(VecEnv):
         unrecorded: Collection[str] = UNRECORDED,
         **options: Any,
     ) -> None:
-        if start_method not in _CONTEXTS:
-            raise UsageError(
-                f"start_method: cannot find context for {start_method!r}; choose 'forkserver', 'spawn', or None."
-            )
         if start_method is not None:
-            options["context"] = _CONTEXTS[start_method]
+            # SB3 forks so that scripts need no ``if __name__ == "__main__"``. No start method of multienv's needs that.
+            options["context"] = "forkserver" if start_method == "fork" else start_method
         self._unrecorded = frozenset(unrecorded)
         self._taken: Any = None  # the outcome of a step that was collected, and not handed to the caller yet
         self._resumes = False  # the pending step was asked for once more: it was interrupted

@@ -187,7 +187,7 @@ class Contender:
             return None
         return statistics.median(one / its for one, its in zip(self.rates, other.rates, strict=True))
 
-    def take_turn(self, seconds: float) -> None:
+    def step_and_record(self, seconds: float) -> None:
         """Step for some seconds and note the rate, or what has ended the batch. One that has died does nothing."""
         if not self.died:
             try:
@@ -248,13 +248,13 @@ def measure(
         turns = [limit, *contenders]
         for one in turns:
             say(f"building {one.name} ...")
-            one.take_turn(_WARM_UP)
+            one.step_and_record(_WARM_UP)
             one.rates.clear()
         for number in range(repeats):
             say(f"turn {number + 1} of {repeats} ...")
             dice.shuffle(turns)
             for one in turns:
-                one.take_turn(seconds)
+                one.step_and_record(seconds)
     if all(one.died for one in contenders if one.options is not None):
         raise UsageError("; ".join(f"{one.name}: {one.died}" for one in contenders))
     return limit, contenders

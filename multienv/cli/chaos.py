@@ -61,7 +61,7 @@ def chaos(
     """
     recoveries: list[Recovery] = []
 
-    def note(event: Event) -> None:
+    def show_progress(event: Event) -> None:
         if isinstance(event, Recovery):
             recoveries.append(event)
             work.update(f"{len(recoveries)} workers lost, {kills} signals in all ...")
@@ -77,7 +77,7 @@ def chaos(
                 seed=seed,
                 manners=("SIGKILL", "SIGSEGV", "SIGSTOP"),
                 interval=(0.0, pause),
-                hooks=[note],
+                hooks=[show_progress],
                 restart=RestartPolicy(snapshots=snapshots, max_restarts=MANY_RESTARTS),
                 deadlines=Deadlines(step=step_deadline, reset=reset_deadline),
             )

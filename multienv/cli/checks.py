@@ -250,7 +250,7 @@ class Patient:
             step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
         return Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
 
-    def hear(self, event: Event) -> None:
+    def record_own_loss(self, event: Event) -> None:
         """Note what became of a worker that the env itself has lost."""
         if isinstance(event, Recovery) and event.loss.pid not in self.victims:
             self.own_losses.append(event)
@@ -266,7 +266,7 @@ class Patient:
         All workers begin with the same states of ``random`` and ``numpy.random``.
         """
         build = seeded(env_fn or self.env_fn)
-        known = {"restart": RAISE, "deadlines": self.deadlines, "hooks": [self.hear], **options}
+        known = {"restart": RAISE, "deadlines": self.deadlines, "hooks": [self.record_own_loss], **options}
         with SubprocessEnv(build, **known) as env:
             try:
                 yield env
@@ -798,7 +798,7 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
             send(patient.victims[-1], "SIGKILL")
 
     options: Any = {"reports": "", "restart": replace(restart, max_restarts=_MOST_LOSSES)}
-    with patient.worker(hooks=[patient.hear, heard.append], **options) as env:
+    with patient.worker(hooks=[patient.record_own_loss, heard.append], **options) as env:
         walk(env, patient.first.steps, before_step=before_step, found=found)
         obstacle = env.statistics().no_snapshots
     recoveries = [event for event in heard if isinstance(event, Recovery)]

@@ -101,7 +101,7 @@ def replay(
         _list(plain_console(soft_wrap=True), directory, last, as_json=as_json)
         return
     path = _path(report, directory)
-    arguments, say = arguments_of(env_kwargs), partial(_say, as_json)
+    arguments, say = arguments_of(env_kwargs), partial(_report_event, as_json)
     if debug or here:
         try:
             code = _run(say, path, env, arguments, step_deadline, debug=debug)
@@ -112,7 +112,7 @@ def replay(
     raise typer.Exit(code)
 
 
-def _say(as_json: bool, text: str, **facts: Any) -> None:
+def _report_event(as_json: bool, text: str, **facts: Any) -> None:
     """Report an event: as text for people, or as named values for programs."""
     plain_console(soft_wrap=True).print(json.dumps(facts) if as_json else visible(text))
     sys.stdout.flush()
@@ -130,7 +130,7 @@ def _run(say: Callable[..., None], path: Path, *arguments: Any, **options: Any) 
     return 0
 
 
-def _run_and_tell(told: Connection, is_first: bool, *arguments: Any) -> None:
+def _run_for_parent(told: Connection, is_first: bool, *arguments: Any) -> None:
     """Run the report again, in a process started for it. Tell what :func:`_replay` has reached, and the exit code."""
     try:
         told.send(_run(*arguments, is_first=is_first, reached=told.send))
@@ -150,7 +150,7 @@ def _run_elsewhere(say: Callable[..., None], *arguments: Any) -> int:
     spawning = multiprocessing.get_context("spawn")
     for number in range(1, _TRIES + 1):
         reader, told = spawning.Pipe(duplex=False)
-        process = spawning.Process(target=_run_and_tell, args=(told, number == 1, say, *arguments))
+        process = spawning.Process(target=_run_for_parent, args=(told, number == 1, say, *arguments))
         process.start()
         try:
             process.join()
@@ -221,7 +221,7 @@ def _replay(
     """Run the report again, and report each event.
 
     Args:
-        say: See :func:`_say`.
+        say: See :func:`_report_event`.
         report: The report.
         env: See :func:`replay`.
         arguments: Arguments for ``env``.
@@ -339,7 +339,7 @@ class Rerun:
         self._segment = Segment(-1)
         self._asked: Any = None  # the action, or the message, of the fatal request
         builders = [partial(self._build_one, env_fn) for env_fn in env_fns]
-        self._host = Host(self._segment, load=lambda _: builders, on_keep=self._begin_request)
+        self._host = Host(self._segment, load=lambda _: builders, on_keep=self._restart_timer)
 
     def _build_one(self, env_fn: EnvFn) -> Any:
         env = env_fn()
@@ -386,7 +386,7 @@ class Rerun:
         found = differences(self._replay.entries, answer, layout, verbatim=self._verbatim, starts=starts)
         return [f"env {slot}: {what}" for slot, what in found.items()]
 
-    def _begin_request(self, *last: int) -> str:
+    def _restart_timer(self, *last: int) -> str:
         """Give the next request its time. It may be a tenth less: a new timer takes as long as several quick steps."""
         if time.monotonic() > self._since + self.seconds / 10:
             self._since = time.monotonic()

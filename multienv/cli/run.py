@@ -65,10 +65,10 @@ def run_command(arguments: Sequence[str]) -> None:
     if file is not None and not file.parent.is_dir():
         parser.error(f"--summary {file}: there is no such folder")
     hint = ["; see --serial and --single"]
-    tell = partial(_tell, replaced, file, os.getpid(), hint)
+    tell = partial(_print_summary, replaced, file, os.getpid(), hint)
     # Registered before the script runs, so called after what the script registers, and after its threads have ended.
     atexit.register(tell)
-    _tell_at_sigterm(tell)
+    _print_summary_at_sigterm(tell)
     sys.argv[:] = rest
     try:
         main, code = (_module if options.is_module else _script)(rest[0])
@@ -77,11 +77,11 @@ def run_command(arguments: Sequence[str]) -> None:
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             hint.clear()
-        sys.excepthook = partial(_show, sys.excepthook)
+        sys.excepthook = partial(_show_exception, sys.excepthook)
         raise
 
 
-def _tell_at_sigterm(tell: Callable[[], None]) -> None:
+def _print_summary_at_sigterm(tell: Callable[[], None]) -> None:
     """Have SIGTERM tell, and then end this process as it would have; a handler that the script sets replaces this."""
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -143,7 +143,7 @@ def _bytes(size: str | None) -> int | None:
     return int(float(found[1]) * _UNITS[found[2]]) or None
 
 
-def _show(
+def _show_exception(
     hook: Callable[..., Any], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     """Show an exception that ends the script, with the frames of the script alone."""
@@ -155,7 +155,7 @@ def _show(
     hook(kind, error.with_traceback(shown), shown)
 
 
-def _tell(replaced: ReplacedVectorEnvs, file: Path | None, pid: int, hint: list[str]) -> None:
+def _print_summary(replaced: ReplacedVectorEnvs, file: Path | None, pid: int, hint: list[str]) -> None:
     """Say what became of the workers; if there are none, with a hint. Does nothing in a forked child."""
     if os.getpid() != pid:
         return

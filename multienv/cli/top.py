@@ -169,7 +169,7 @@ class WorkerView:
         self.number = 1 if title is None else int(title[3] or title[2]) - int(title[2]) + 1
         self._since, self._is_older = time.monotonic(), True
         self._doing = self._work()
-        self._begin_round()
+        self._restart_counts()
 
     def _work(self) -> tuple[bool, int, int]:
         """Return idle, number of the request, and number in a replay: they are equal as long as the work is the same.
@@ -180,7 +180,7 @@ class WorkerView:
         reply, number = words[REPLY], words[REQUEST]
         return reply == number != 0, number, words[REPLAYING] - 1
 
-    def _begin_round(self) -> None:
+    def _restart_counts(self) -> None:
         self._began, self._first_request = time.monotonic(), self._doing[1]
         self._samples = self._busy = self._awaited = 0
 
@@ -220,7 +220,7 @@ class WorkerView:
             "rss": self._process.memory_info().rss,
             "restarts": words[RESTARTS],
         }
-        self._begin_round()
+        self._restart_counts()
         return row
 
     def _state(self) -> str:

@@ -70,7 +70,7 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._is_called, self._steps = False, 0
         super().__init__(env_fn())
         self._take_census("after its construction")
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._on_audit_event)
 
     def reset(self, **options: Any) -> Any:
         """Reset the env."""
@@ -90,7 +90,7 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             *result, info = getattr(self.env, method)(*arguments, **options)
         finally:
             self._is_called = False
-        self._look(method, before, *result)
+        self._inspect(method, before, *result)
         return (*result, info)
 
     def noticed(self) -> Noticed:
@@ -120,18 +120,18 @@ class ObservedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _take_census(self, when: str) -> None:
         for found in census(self._ours, (), self._standard) if sys.platform == "linux" else ():
-            self._note(when, found.name, OBSTACLES[found.obstacle])
+            self._add_outside(when, found.name, OBSTACLES[found.obstacle])
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _on_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._is_called and obstacle_of(event, arguments):
             what = f"{event}({', '.join(map(repr, arguments[-1:] if event.startswith('socket') else arguments[:1]))})"
             when = "in a step" if self._steps else "in a reset"
-            self._note(when, f"{what:.160}", OBSTACLES[obstacle_of(event, arguments)])
+            self._add_outside(when, f"{what:.160}", OBSTACLES[obstacle_of(event, arguments)])
 
-    def _note(self, when: str, what: str, obstacle: str) -> None:
+    def _add_outside(self, when: str, what: str, obstacle: str) -> None:
         self._outside.setdefault((obstacle, what), Outside(when, what, obstacle))
 
-    def _look(self, method: str, before: Any, *returned: Any) -> None:
+    def _inspect(self, method: str, before: Any, *returned: Any) -> None:
         pairs = zip(("random", "numpy.random"), before, state_of_process(), strict=True)
         self._drawn_from.update(name for name, one, other in pairs if one != other)
         marks = [found[len(MARK) :] for found in map(evidence_of, returned) if found.startswith(MARK)]

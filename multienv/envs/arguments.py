@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode
 
 from multienv._engine.wire.actions import shown
 from multienv._engine.wire.messages import Call, Message
-from multienv.config import checked_options, checked_seed, integer
+from multienv.config import checked_seed, integer
 from multienv.errors import ActionError, EnvError, EnvsFailedError, MultienvError, ResetNeededError, UsageError
 
 # Compared by identity, which is faster: numpy has one such object, unless the caller has made another.
@@ -52,30 +52,25 @@ def envs_failed(
     what: str, mode: AutoresetMode, failures: Mapping[int, BaseException], results: Sequence[Any]
 ) -> MultienvError:
     """Return the error for a call in which some envs have failed; arguments as for ``EnvsFailedError.collect``."""
-    return EnvsFailedError.collect(what, failures, results, *_advice_after(what, mode, failures))
-
-
-def _advice_after(name: str, mode: AutoresetMode, failures: Mapping[int, BaseException]) -> tuple[str, str]:
-    """Return two sentences for an error: what to do after envs failed in a call, and what became of the others."""
-    if name.startswith("reset"):
-        return "Reset the failed envs again.", "The other envs are reset."
-    if not name.startswith(("step", "recv", "rollout")):
-        return "No episode has ended.", "The other envs have answered."
-    step, reset = ("send", "reset_async") if name.startswith("recv") else ("step", "reset")
-    reset += "(options={'reset_mask': mask})"
-    advice = (
-        f"The next {step}() begins a new episode of each env that raised an error of its own; after any other, {reset}."
-    )
-    if all(isinstance(error, ActionError) and not isinstance(error, EnvError) for error in failures.values()):
-        advice = f"The failed envs took no step: call {step}() again, with valid actions for them."
-    elif mode is AutoresetMode.DISABLED or all(isinstance(error, ResetNeededError) for error in failures.values()):
-        advice = f"Reset the failed envs: {reset}."
-    return advice, "The episodes of the other envs go on."
+    advice, others = "No episode has ended.", "The other envs have answered."
+    if what.startswith("reset"):
+        advice, others = "Reset the failed envs again.", "The other envs are reset."
+    elif what.startswith(("step", "recv", "rollout")):
+        step, reset = ("send", "reset_async") if what.startswith("recv") else ("step", "reset")
+        reset += "(options={'reset_mask': mask})"
+        others = "The episodes of the other envs go on."
+        by_itself = f"The next {step}() begins a new episode of each env that raised an error of its own"
+        advice = f"{by_itself}; after any other, {reset}."
+        if all(isinstance(error, ActionError) and not isinstance(error, EnvError) for error in failures.values()):
+            advice = f"The failed envs took no step: call {step}() again, with valid actions for them."
+        elif mode is AutoresetMode.DISABLED or all(isinstance(error, ResetNeededError) for error in failures.values()):
+            advice = f"Reset the failed envs: {reset}."
+    return EnvsFailedError.collect(what, failures, results, advice, others)
 
 
 def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:
     """Return a seed for each env, given ``None``, the first env's seed, or a seed for each; raise UsageError."""
-    if seed is None or not hasattr(seed, "__len__") or getattr(seed, "shape", None) == ():
+    if not hasattr(seed, "__len__"):
         first = checked_seed(seed)
         return [None if first is None else first + index for index in range(num_envs)]
     if len(seed) != num_envs:
@@ -99,7 +94,7 @@ def checked_indices(indices: Any, num_envs: int) -> list[int]:
 
 
 def reset_options(options: Any, num_envs: int) -> tuple[list[Any], np.ndarray[Any, Any] | None]:
-    """Return the options of each env, and the ``reset_mask`` in them, if any.
+    """Return copies of the options of each env, and the ``reset_mask`` in them, if any.
 
     Args:
         options: As given to ``reset``: ``None``, a mapping for all, or a sequence of one or ``None`` for each env.
@@ -109,7 +104,10 @@ def reset_options(options: Any, num_envs: int) -> tuple[list[Any], np.ndarray[An
     if isinstance(options, Mapping) and "reset_mask" in options:
         options = dict(options)
         mask = _checked_mask(options.pop("reset_mask"), num_envs)
-    return checked_options(options, num_envs), mask
+    each = [options] * num_envs if options is None or isinstance(options, Mapping) else options
+    if len(each) != num_envs:
+        raise UsageError(f"reset(): options has {len(each)} items for {num_envs} envs. Nothing was sent.")
+    return [None if one is None else dict(one) for one in each], mask
 
 
 def _checked_mask(mask: Any, num_envs: int) -> np.ndarray[Any, Any]:

@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 from weakref import WeakMethod
+
+from typing_extensions import Self, Unpack
 
 from multienv._engine.asking.fanout import mark_resumed
 from multienv._engine.building.building import EnvFn, WorkerOptions
@@ -25,8 +27,7 @@ from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
 from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeout, rebuilt
 from multienv.events import Event, Hook, Statistics
 
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+T = TypeVar("T")
 
 _THREAD = "multienv-async"
 # Seconds after which a step that is being waited for looks whether it has been given another deadline.
@@ -67,7 +68,7 @@ class AsyncEnv:
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, **options: Unpack[WorkerOptions]) -> None:
         # Hooks and the events to call them with when the call is done.
         self._events: deque[tuple[Callable[[Any], object], Any]] = deque()
-        options["hooks"] = [partial(_note, self._events, hook) for hook in options.get("hooks", ())]
+        options["hooks"] = [partial(_queue_event, self._events, hook) for hook in options.get("hooks", ())]
         options.setdefault("deadlines", Deadlines(step=None, reset=None))
         self._env = SubprocessEnv(env_fn, env_index=env_index, **options)
         self._pool = Pool(1, _THREAD)
@@ -116,10 +117,7 @@ class AsyncEnv:
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, and build the env first if it is not built yet. Returns observation and info."""
-        answer: tuple[Any, dict[str, Any]] = await self._ask(
-            "reset", partial(self._env.reset, seed=seed, options=options)
-        )
-        return answer
+        return await self._ask("reset", partial(self._env.reset, seed=seed, options=options))
 
     async def step(self, action: Any, *, deadline: float | None = None) -> Transition:
         """Take one step; see :meth:`SubprocessEnv.step` for its results and errors.
@@ -132,14 +130,12 @@ class AsyncEnv:
         """
         check_seconds("deadline", deadline)
         # The thread encodes it later: another task may reuse an array until then.
-        take = partial(_step, self._env, own_copy(action, "step()"), self._deadlines)
-        transition: Transition = await self._ask("step", take, deadline)
-        return transition
+        take: Callable[[], Transition] = partial(_step, self._env, own_copy(action, "step()"), self._deadlines)
+        return await self._ask("step", take, deadline)
 
     async def rollout(self, policy: Policy, steps: int) -> Fragment:
         """Take many steps in one request, with the policy beside the env; see :meth:`SubprocessEnv.rollout`."""
-        fragment: Fragment = await self._ask("rollout", partial(self._env.rollout, policy, steps))
-        return fragment
+        return await self._ask("rollout", partial(self._env.rollout, policy, steps))
 
     # --- branching and checkpoints ----------------------------------------------------------------
 
@@ -153,8 +149,7 @@ class AsyncEnv:
 
     async def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data, to continue in another trainer; see :meth:`SubprocessEnv.state_dict`."""
-        state: dict[str, Any] = await self._ask("state_dict", self._env.state_dict)
-        return state
+        return await self._ask("state_dict", self._env.state_dict)
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was called; see :meth:`SubprocessEnv.load_state_dict`."""
@@ -196,7 +191,7 @@ class AsyncEnv:
 
     # --- how --------------------------------------------------------------------------------------
 
-    async def _ask(self, name: str, call: Callable[[], Any], deadline: float | None = None) -> Any:
+    async def _ask(self, name: str, call: Callable[[], T], deadline: float | None = None) -> T:
         """Make a call in the thread, wait for it, and return what it returned or raise what it raised."""
         if self._awaited is not None and not self._awaited[1].is_closed():  # a task whose loop was closed is cancelled
             other = self._awaited[0]
@@ -220,7 +215,7 @@ class AsyncEnv:
                 self._awaited = None
         self._call = None  # no call of anything comes after it: an interruption would lose the outcome
         if error is None:
-            return answer
+            return answer  # type: ignore[no-any-return]
         try:
             raise error
         finally:
@@ -275,7 +270,7 @@ class _Call:
         return answer, error
 
 
-def _note(events: deque[tuple[Callable[[Any], object], Any]], hook: Hook, event: Event) -> None:
+def _queue_event(events: deque[tuple[Callable[[Any], object], Any]], hook: Hook, event: Event) -> None:
     events.append((hook, event))
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import gymnasium
 from gymnasium.vector import AutoresetMode
+from typing_extensions import Self
 
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut, mark_resumed
@@ -31,9 +32,6 @@ from multienv.envs.subprocess_env import (
 )
 from multienv.errors import ActionError, ClosedError, EnvsFailedError, UsageError
 from multienv.events import Statistics
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Lists = tuple[list[Any], list[Any], list[Any], list[Any], list[dict[str, Any] | None]]
 
@@ -88,7 +86,10 @@ class MultiEnv:
             spread([one for env in hosted.values() if (one := supervisor_of(env)) is not None])
         disabled = self.autoreset_mode is AutoresetMode.DISABLED
         autoreset = None if disabled else AutoresetOfOne(self.autoreset_mode)
-        self._fan = FanOut([self._member(env) for env in self.envs], autoreset=autoreset, threads=max_workers)
+        members: list[Supervisor | Blocking] = [
+            supervisor_of(env) or partial(_ask_here, AutoResetWrapper(env, self.autoreset_mode)) for env in self.envs
+        ]
+        self._fan = FanOut(members, autoreset=autoreset, threads=max_workers)
         self._stream = Stream(self._fan)
 
     def _initialize(self, hosted: dict[int, SupervisedEnv]) -> None:
@@ -103,10 +104,6 @@ class MultiEnv:
             failed = {indexes[member]: error for member, error in failures.items()}
             results = [None if index in failed else env for index, env in enumerate(self.envs)]
             raise EnvsFailedError.collect("initialize()", failed, results, "Fix what the errors below name.")
-
-    def _member(self, env: gymnasium.Env[Any, Any]) -> Supervisor | Blocking:
-        supervisor = supervisor_of(env)
-        return partial(_ask_here, AutoResetWrapper(env, self.autoreset_mode)) if supervisor is None else supervisor
 
     def _adopt_spaces(self) -> None:
         first = self.envs[0]
@@ -298,9 +295,9 @@ class MultiEnv:
             UsageError: Fewer than ``k`` envs are under way, or none.
         """
         self._refuse_if_closed("recv()")
-        return self._stream.start("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
+        return self._stream.start("recv").recv(self._received, k, at_most, timeout)  # type: ignore[no-any-return]
 
-    def _made(self, ready: ReadyBatch) -> Any:
+    def _received(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns for these results, or the error to raise."""
         self._refuse_if_closed("recv()")
         envs, answers, errors = ready.envs, ready.answers, ready.errors

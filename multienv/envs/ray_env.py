@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Unpack
 
 from multienv._engine.building.building import (
     EnvFn,
@@ -15,16 +17,11 @@ from multienv._engine.building.building import (
     setting_elsewhere,
 )
 from multienv._engine.cluster.fleet import Fleet, RelayLauncher
-from multienv._engine.interrupts import finalizer
 from multienv._engine.processes.launcher import Preload
-from multienv._engine.recovery.supervisor import abandon_all
 from multienv._engine.wire.messages import Setting
 from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv.config import RayOptions, takes_options_of
-from multienv.envs.subprocess_env import SupervisedEnv, built_envs
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from multienv.envs.subprocess_env import SubprocessEnv, SupervisedEnv, built_envs
 
 # Seconds that close() waits, with the last env, until the hosts have been told to end and a local Ray is shut down.
 CLOSE_PATIENCE = 10.0
@@ -97,11 +94,7 @@ class RayEnv(SupervisedEnv):
         super().close()
         self._fleet.wait(CLOSE_PATIENCE)
 
-    @finalizer
-    def __del__(self) -> None:
-        """Release the process, which ends by itself, if close() was not called."""
-        if "_supervisor" in self.__dict__:
-            abandon_all([self._supervisor])
+    __del__ = SubprocessEnv.__del__
 
 
 def fleet_for(options: Any, envs: int) -> Fleet:

@@ -6,9 +6,10 @@ import copy
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import gymnasium
+from typing_extensions import Self, Unpack
 
 from multienv._engine.asking.fanout import Calls
 from multienv._engine.building.building import (
@@ -33,9 +34,6 @@ from multienv.envs.arguments import call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError, UsageError
 from multienv.events import Hook, Statistics
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
 
 Face = TypeVar("Face", bound="SupervisedEnv")
 _OWN_METHODS = frozenset(("reset", "step", "render", "close"))
@@ -385,9 +383,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         spec = self.__dict__.get("spec")
         return f"<{type(self).__name__}{'' if spec is None else f'<{spec.id}>'} {self._supervisor.statistics().state}>"
 
-    def __repr__(self) -> str:
-        """Return the same as ``str``."""
-        return str(self)
+    __repr__ = __str__
 
     __reduce_ex__ = refuse_copy
 

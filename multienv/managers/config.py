@@ -175,12 +175,9 @@ class EnvManagerConfig:
         """Build the config from a config or a mapping, with ``options`` on top; the rest comes from ``defaults``.
 
         Raises:
-            UsageError: ``given`` is neither a config nor a mapping, or an option has an unknown name.
+            UsageError: An option has an unknown name.
         """
-        if given is not None and not isinstance(given, cls | Mapping):
-            raise UsageError(f"cfg is {given!r:.100}; give an EnvManagerConfig or a dict of its options.")
-        start = given if isinstance(given, cls) else defaults
-        mapping = given if isinstance(given, Mapping) else {}
+        start, mapping = (given, {}) if isinstance(given, cls) else (defaults, dict(given or {}))
         named = {name: value for name, value in mapping.items() if name not in _NAMES_OF_THE_CLASS} | dict(options)
         known = [field.name for field in fields(cls)]
         for name in named:

@@ -6,10 +6,11 @@ import copy
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
+from typing_extensions import Self
 
 from multienv._engine.building.building import EnvFn, WorkerOptions, Workers, listed_env_fns
 from multienv._engine.wire.messages import Call, GetAttribute, Message, Method, SetAttribute
@@ -33,9 +34,6 @@ from multienv.errors import (
 from multienv.events import Statistics
 from multienv.managers.config import EnvManagerConfig, EnvReference, EnvState, Timestep
 from multienv.managers.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 ResetParam = Mapping[int, Mapping[str, Any] | None]
 
@@ -196,7 +194,7 @@ class EnvManager:
         self._seeds = {**self._seeds, **given}
         self._dynamic_seed = dynamic_seed is None or bool(dynamic_seed)
         if self._scheduler is not None:
-            self._scheduler.count_resets_anew(given)
+            self._scheduler.update_records(given, resets=0)  # on that number depends the seed of an episode
         self._seed_actions()
 
     def _seed_of(self, index: int, episode: int) -> int | None:
@@ -224,7 +222,7 @@ class EnvManager:
         scheduler = self._launched("ready_obs")
         scheduler.until_some_are_ready()
         observations = {index: scheduler.observation(index) for index in scheduler.ready()}
-        scheduler.tell_failures("ready_obs", observations)
+        scheduler.raise_failures("ready_obs", observations)
         return observations
 
     def random_action(self) -> dict[int, Any]:
@@ -251,7 +249,7 @@ class EnvManager:
         scheduler = self._launched("step()")
         self._send_steps(scheduler, actions)
         self._wait(scheduler, len(actions))
-        return scheduler.hand_over("step()", dict)  # type: ignore[no-any-return]
+        return scheduler.deliver_timesteps("step()", dict)  # type: ignore[no-any-return]
 
     def _send_steps(self, scheduler: Scheduler, actions: Mapping[Any, Any]) -> None:
         """Send these steps, all of them or none."""
@@ -275,7 +273,7 @@ class EnvManager:
 
     def _wait(self, scheduler: Scheduler, asked: int) -> None:
         """Wait for the timesteps that step() is to return; ``asked``: how many steps this call has sent."""
-        if not (scheduler.stepping() or scheduler.news()):
+        if not (scheduler.stepping() or scheduler.undelivered()):
             scheduler.until_some_are_ready()
         elif self._waits_for_all:
             scheduler.until_stepped(math.inf, None)
@@ -331,7 +329,7 @@ class EnvManager:
     def ready_env(self) -> list[int]:
         """Return the ids of the envs that can be stepped now, without waiting."""
         scheduler = self._launched("ready_env")
-        scheduler.turn(0.0)
+        scheduler.take_up_answers(0.0)
         return scheduler.ready()
 
     ready_obs_id = ready_env  # by DI-engine's name
@@ -340,13 +338,14 @@ class EnvManager:
     def ready_info(self) -> dict[int, dict[str, Any]]:
         """Return the infos of the envs that can be stepped, by id: each from the env's last step or reset."""
         scheduler = self._launched("ready_info")
-        scheduler.turn(0.0)
+        scheduler.take_up_answers(0.0)
         return {index: scheduler.records[index].info for index in scheduler.ready()}
 
     @property
     def ready_imgs(self) -> dict[int, Any]:
         """Render the envs that can be stepped now."""
-        return self._call("ready_imgs", "render", Call("render"), self.ready_env)
+        ready = self.ready_env
+        return self._launched("ready_imgs").call("ready_imgs", "render", dict.fromkeys(ready, Call("render")))
 
     @property
     def done(self) -> bool:
@@ -387,10 +386,7 @@ class EnvManager:
         return self._call_all("render()", "render", Call("render"))
 
     def _call_all(self, what: str, name: str, message: Message) -> list[Any]:
-        return list(self._call(what, name, message, range(self.env_num)).values())
-
-    def _call(self, what: str, name: str, message: Message, ids: Iterable[int]) -> dict[int, Any]:
-        return self._launched(what).call(what, name, dict.fromkeys(ids, message))
+        return list(self._launched(what).call(what, name, dict.fromkeys(range(self.env_num), message)).values())
 
     def _launched(self, what: str) -> Scheduler:
         scheduler = self._scheduler

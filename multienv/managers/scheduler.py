@@ -110,7 +110,7 @@ class Scheduler:
         """Return how many steps are under way."""
         return sum(self.asked(index) == "step" for index in range(len(self.records)))
 
-    def news(self) -> dict[int, Timestep]:
+    def undelivered(self) -> dict[int, Timestep]:
         """Return the timesteps that are complete and not handed over, by id."""
         return {
             index: record.timestep
@@ -149,7 +149,7 @@ class Scheduler:
             EnvsFailedError: Some could not be reset; its ``results`` has the observations of the others.
         """
         self.finish_calls()
-        self._note([index for index in chosen if self.asked(index)], state=EnvState.NEED_RESET)
+        self.update_records([index for index in chosen if self.asked(index)], state=EnvState.NEED_RESET)
         self._until_idle(chosen)
         records = list(self.records)
         for index in chosen:
@@ -159,7 +159,7 @@ class Scheduler:
         self._until_idle(chosen)
         self._fan.members.call_hooks()
         ready = {index: self.observation(index) for index in self.ready() if index in chosen}
-        self.tell_failures("reset()", ready, of=chosen)
+        self.raise_failures("reset()", ready, of=chosen)
 
     def call(self, what: str, name: str, messages: Mapping[int, Message]) -> dict[int, Any]:
         """Send each env a request other than step and reset, once the env is idle; wait for the answers, return them.
@@ -185,15 +185,6 @@ class Scheduler:
         stream = self._stream
         self.until(lambda: not any(_is_call(one) for one in stream.under_way.values()))
         stream.deliver([index for index, one in stream.ready.items() if _is_call(one)])
-
-    def count_resets_anew(self, chosen: Iterable[int]) -> None:
-        """Count resets of these envs from 0 again: the seed of an episode depends on that number."""
-        self._note(chosen, resets=0)
-
-    def fail(self, failures: Mapping[int, BaseException]) -> None:
-        """Note errors that the manager has found, by id: these envs have failed."""
-        for index, error in failures.items():
-            self._note([index], state=EnvState.ERROR, failure=error)
 
     def close(self) -> None:
         """End all processes side by side; a call that waits raises ClosedError. A second call does nothing."""
@@ -221,7 +212,7 @@ class Scheduler:
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def turn(self, until: float) -> None:
+    def take_up_answers(self, until: float) -> None:
         """Take up the answers that are there; if there are none, wait for one, by ``time.monotonic()`` until then."""
         self._refuse_if_closed()
         until = min(until, self._begin_episodes())
@@ -231,7 +222,7 @@ class Scheduler:
         left = {index: one for index, one in ready.items() if _is_call(one)}
         for index, one in ready.items():
             if index not in left:
-                records[index] = self._taken_up(index, records[index], one)
+                records[index] = self._after_answer(index, records[index], one)
         taken_up = self._stream.delivery([index for index in ready if index not in left])
         self.records, self._stream.pending_change = records, taken_up
         self._begin_episodes()
@@ -239,16 +230,16 @@ class Scheduler:
 
     def until(self, satisfied: Callable[[], Any]) -> None:
         """Take up the answers that are there, then wait for more until ``satisfied()`` is true."""
-        self.turn(0.0)
+        self.take_up_answers(0.0)
         while not satisfied():
-            self.turn(math.inf)
+            self.take_up_answers(math.inf)
 
     def until_some_are_ready(self) -> None:
         """Wait until an env can be stepped, has failed or has a timestep, or no reset is under way."""
         self.until(
             lambda: (
                 self.ready()
-                or self.news()
+                or self.undelivered()
                 or self.failures()
                 or not any(self.asked(index) not in ("", "step") for index in range(len(self.records)))
             )
@@ -257,40 +248,37 @@ class Scheduler:
 
     def until_stepped(self, wanted: float, patience: float | None) -> None:
         """Wait for ``wanted`` timesteps and ``patience`` seconds, or for all timesteps; ``None``: for all."""
-        begin = time.monotonic()
-        wanted = min(wanted, self.stepping() + len(self.news()))
+        over = math.inf if patience is None else time.monotonic() + patience
+        wanted = min(wanted, self.stepping() + len(self.undelivered()))
         while self.stepping():
-            until = math.inf
-            if patience is not None:
-                failed = len(self.failures())
-                if len(self.news()) + failed >= wanted:
-                    until = begin + patience
-                    is_over = time.monotonic() >= until
-                    # Not before an env can be stepped, or the caller would have nothing to do but to call again.
-                    if is_over and (failed or any(map(self.is_idle, range(len(self.records))))):
-                        return
-                    until = math.inf if is_over else until
-            self.turn(until)
+            failed = len(self.failures())
+            until = over if len(self.undelivered()) + failed >= wanted else math.inf
+            if time.monotonic() >= until:
+                # Not before an env can be stepped, or the caller would have nothing to do but to call again.
+                if failed or any(map(self.is_idle, range(len(self.records)))):
+                    return
+                until = math.inf
+            self.take_up_answers(until)
 
     # --- handing over -----------------------------------------------------------------------------
 
-    def hand_over(self, what: str, shape: Callable[[dict[int, Timestep]], Any]) -> Any:
+    def deliver_timesteps(self, what: str, shape: Callable[[dict[int, Timestep]], Any]) -> Any:
         """Return what ``shape`` makes of the complete timesteps, by id; they are handed over with that.
 
         Raises:
             EnvsFailedError: Envs have failed; its ``results`` has the timesteps.
         """
         self._fan.members.call_hooks()  # before anything is handed over that Ctrl-C in a hook could lose
-        steps = self.news()
-        self.tell_failures(what, steps, timesteps=steps)
+        steps = self.undelivered()
+        self.raise_failures(what, steps, timesteps=steps)
         shaped = shape(steps)
         if interrupts.noted is not None:
             interrupts.raise_noted()
         # The last line but the return: a signal handler finds the timesteps handed over, or not.
-        self._note(steps, timestep=None)
+        self.update_records(steps, timestep=None)
         return shaped
 
-    def tell_failures(
+    def raise_failures(
         self, what: str, results: Mapping[int, Any], *, timesteps: Iterable[int] = (), of: Collection[int] | None = None
     ) -> None:
         """Raise EnvsFailedError if envs have failed; their errors are handed over with that.
@@ -305,12 +293,12 @@ class Scheduler:
         if failures:
             every = [results.get(index) for index in range(len(self.supervisors))]
             error = EnvsFailedError.collect(what, failures, every, _ADVICE, _OTHERS)
-            self._note(failures, failure=None)
-            self._note(timesteps, timestep=None)
+            self.update_records(failures, failure=None)
+            self.update_records(timesteps, timestep=None)
             raise error
 
-    def _note(self, indices: Iterable[int], **changes: Any) -> None:
-        """Note these changes in the records of some envs, by one assignment."""
+    def update_records(self, indices: Iterable[int], **changes: Any) -> None:
+        """Make these changes in the records of some envs, by one assignment."""
         records = list(self.records)
         for index in indices:
             records[index] = records[index]._replace(**changes)
@@ -318,12 +306,12 @@ class Scheduler:
 
     # --- effects of an answer ---------------------------------------------------------------------
 
-    def _taken_up(self, index: int, record: Record, result: Result) -> Record:
+    def _after_answer(self, index: int, record: Record, result: Result) -> Record:
         """Return the record of an env that has answered a step or a reset, or failed."""
         if record.state is EnvState.NEED_RESET:  # that request was given up for a reset
             return record
         if result.error is not None:
-            return self._again(index, record, result.error) or self._failed(index, record, result.error)
+            return self._to_be_retried(index, record, result.error) or self._failed(index, record, result.error)
         if record.state is not EnvState.RESET:
             return self._stepped(index, record, result.answer)
         observation, info = result.answer
@@ -332,7 +320,7 @@ class Scheduler:
             timestep = timestep._replace(observation=observation)
         return record._replace(state=EnvState.RUN, observation=self._kept(observation), info=info, timestep=timestep)
 
-    def _again(self, index: int, record: Record, error: BaseException) -> Record | None:
+    def _to_be_retried(self, index: int, record: Record, error: BaseException) -> Record | None:
         """Return the record with a reset that has failed and is tried again; ``None``: it is not."""
         config, is_of_env = self._config, isinstance(error, EnvError | WorkerLostError)  # else it is the caller's
         if record.state is not EnvState.RESET or not is_of_env or isinstance(error, RestartBudgetExceeded):
@@ -353,7 +341,7 @@ class Scheduler:
         timestep = Timestep(index, observation, reward, terminated, truncated, info)
         if not timestep.done:
             return record._replace(timestep=timestep, observation=self._kept(observation), info=info)
-        episodes = record.episodes + (not _is_abnormal(known))
+        episodes = record.episodes + (not np.any(known.get("abnormal", False)))
         if config.reset_inplace:
             timestep = timestep._replace(info={**known, "final_obs": observation})
         record = record._replace(episodes=episodes, timestep=timestep)
@@ -379,11 +367,7 @@ class Scheduler:
             raise ClosedError("The manager was closed in the middle of the call. Call launch() first.")
 
     def _kept(self, observation: Any) -> Any:
-        if not self._config.copy_on_get:
-            return observation
-        if type(observation) is np.ndarray and not observation.dtype.hasobject:
-            return observation.copy()
-        return copy.deepcopy(observation)
+        return copy.deepcopy(observation) if self._config.copy_on_get else observation
 
 
 def _resetting(record: Record) -> Record:
@@ -394,10 +378,3 @@ def _resetting(record: Record) -> Record:
 def _is_call(one: Requests | Result) -> bool:
     """Tell whether something is neither a step nor a reset."""
     return one.name not in ("step", "reset")
-
-
-def _is_abnormal(info: dict[str, Any]) -> bool:
-    try:
-        return bool(info.get("abnormal", False))
-    except Exception:  # an array, for instance
-        return True

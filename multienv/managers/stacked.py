@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from multienv.errors import ActionError, EnvError, UsageError
-from multienv.managers.config import EnvManagerConfig, Timestep
+from multienv.managers.config import EnvManagerConfig, EnvState, Timestep
 from multienv.managers.env_manager import EnvManager
 from multienv.managers.scheduler import Scheduler
 
@@ -53,14 +53,16 @@ class StackedSubprocessEnvManager(EnvManager):
         """
         scheduler = self._launched("ready_obs")
         scheduler.until_some_are_ready()
-        self._tell_failures(scheduler)
+        self._raise_failures(scheduler)
         ready = scheduler.ready()
         observations = [scheduler.records[index].observation for index in ready]
         try:
             batch = _stacked(self.observation_space, observations)
         except Exception:  # of numpy's, or of a custom space
-            scheduler.fail(self._misfits(dict(zip(ready, observations, strict=True))))
-            self._tell_failures(scheduler)
+            for index, observation in zip(ready, observations, strict=True):
+                if (failure := self._misfit(index, observation)) is not None:
+                    scheduler.update_records([index], state=EnvState.ERROR, failure=failure)
+            self._raise_failures(scheduler)
             raise
         self._batch, self._implied = ready, None
         return batch
@@ -95,7 +97,7 @@ class StackedSubprocessEnvManager(EnvManager):
         """
         scheduler = self._launched("step()")
         batch = self._batch
-        if batch is None and not scheduler.stepping() and not scheduler.news():
+        if batch is None and not scheduler.stepping() and not scheduler.undelivered():
             batch = self._implied
             if batch is None:
                 raise UsageError("step(): read ready_obs first: the actions are for the envs of that batch.")
@@ -104,7 +106,7 @@ class StackedSubprocessEnvManager(EnvManager):
         self._send_steps(scheduler, dict(zip(order, rows, strict=True)))
         self._batch = self._implied = None
         self._wait(scheduler, len(order))
-        return scheduler.hand_over("step()", lambda steps: self._listed(scheduler, steps, order))  # type: ignore[no-any-return]
+        return scheduler.deliver_timesteps("step()", lambda steps: self._listed(scheduler, steps, order))  # type: ignore[no-any-return]
 
     def _reset(self, scheduler: Scheduler, params: Mapping[int, dict[str, Any] | None] | None) -> None:
         """Reset envs, at the launch too: the last batch is no longer valid; all envs together are the next one."""
@@ -121,23 +123,22 @@ class StackedSubprocessEnvManager(EnvManager):
         first = [steps[index] for index in order if index in steps]
         return first + [step for index, step in steps.items() if index not in order]
 
-    def _tell_failures(self, scheduler: Scheduler) -> None:
-        scheduler.tell_failures("ready_obs", {index: scheduler.observation(index) for index in scheduler.ready()})
+    def _raise_failures(self, scheduler: Scheduler) -> None:
+        scheduler.raise_failures("ready_obs", {index: scheduler.observation(index) for index in scheduler.ready()})
 
-    def _misfits(self, observations: Mapping[int, Any]) -> dict[int, EnvError]:
-        """Return an error for each env whose observation does not fit the space."""
+    def _misfit(self, index: int, observation: Any) -> EnvError | None:
+        """Return an error if the observation of an env does not fit the space."""
         space = self.observation_space
-        found: dict[int, EnvError] = {}
-        for index, observation in observations.items():
-            try:
-                _stacked(space, [observation])
-            except Exception as error:
-                found[index] = EnvError(
-                    f"Env {index} has returned the observation {observation!r:.100}, which does not fit its space "
-                    f"{space!r:.100}: {error}. Reset it; the managers by id take any."
-                )
-                found[index].env_index = index
-        return found
+        try:
+            _stacked(space, [observation])
+        except Exception as error:
+            failure = EnvError(
+                f"Env {index} has returned the observation {observation!r:.100}, which does not fit its space "
+                f"{space!r:.100}: {error}. Reset it; the managers by id take any."
+            )
+            failure.env_index = index
+            return failure
+        return None
 
 
 def _stacked(space: spaces.Space[Any], observations: Sequence[Any]) -> Any:
@@ -148,16 +149,9 @@ def _stacked(space: spaces.Space[Any], observations: Sequence[Any]) -> Any:
 def _rows(space: spaces.Space[Any], actions: Any, batch: list[int]) -> list[Any]:
     """Return a list with the action for each env of a batch; raise ActionError for a wrong number."""
     number = len(batch)
-    whole = isinstance(actions, Mapping) if type(space) is spaces.Dict else not isinstance(actions, list)
-    if type(space) is spaces.Tuple:
-        whole = isinstance(actions, tuple)
     try:
-        if not whole or type(space) not in _BATCHED:
-            rows = list(actions)
-        elif type(space) in (spaces.Dict, spaces.Tuple):
-            rows = list(iterate(batch_space(space, number), actions)) if number else []
-        else:
-            rows = list(np.asarray(actions))
+        is_list = isinstance(actions, list) or type(space) not in _BATCHED or not number
+        rows = list(actions if is_list else iterate(batch_space(space, number), actions))
     except (TypeError, ValueError, KeyError) as error:
         raise ActionError(f"step({actions!r:.100}): this is no batch of actions. Nothing was sent.") from error
     if len(rows) != number:

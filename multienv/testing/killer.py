@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from multienv._engine.processes.leftovers import parent_of
@@ -20,7 +21,7 @@ KillManner = Literal["SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP"]
 def worker_pids(envs: Any) -> list[int]:
     """Return the process ids of the living workers of an env, a batch or a manager, each once."""
     found = envs.statistics()
-    several = found.values() if isinstance(found, Mapping) else found if isinstance(found, Iterable) else [found]
+    several = found if isinstance(found, Iterable) else [found]
     pids = [one.pid for one in several if one is not None and one.pid is not None]
     return list(dict.fromkeys(pids))
 
@@ -87,8 +88,7 @@ class Killer:
         self._manners, self._interval, self._kills = tuple(manners), interval, kills
         self._random = random.Random(seed)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="multienv-killer", daemon=True)
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, "multienv-killer")
 
     @property
     def delivered(self) -> int:
@@ -107,21 +107,18 @@ class Killer:
 
     def __enter__(self) -> Killer:  # noqa: PYI034 - Self needs Python 3.11
         """Start the thread that sends signals."""
-        self._thread.start()
+        self._run_of_thread = self._pool.submit(self._strike_until_stopped)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Stop the thread that sends signals, and raise the exception that it raised, if any."""
         self._stop.set()
-        self._thread.join()
-        if self._error is not None and error is None:  # what the block raised says more
-            raise self._error
+        self._pool.shutdown()
+        if error is None:  # what the block raised says more
+            self._run_of_thread.result()
 
-    def _run(self) -> None:
-        try:
-            while self._kills is None or self.delivered < self._kills:
-                if self._stop.wait(self._random.uniform(*self._interval)):
-                    return
-                self.strike()
-        except BaseException as error:
-            self._error = error
+    def _strike_until_stopped(self) -> None:
+        while self._kills is None or self.delivered < self._kills:
+            if self._stop.wait(self._random.uniform(*self._interval)):
+                return
+            self.strike()

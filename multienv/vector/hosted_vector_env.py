@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from gymnasium import logger
 from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
+from typing_extensions import Self
 
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut
@@ -59,9 +60,6 @@ from multienv.vector.batching import (
 from multienv.vector.infos import BatchInfos, Infos, listed, parts_of
 from multienv.vector.same_step import ResetAtOnce
 from multienv.vector.shared_workers import SharedWorkers, rows_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Array, Array, Array, Any]
@@ -398,9 +396,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             UsageError: ``k`` results cannot arrive: too few envs are under way.
         """
         self._refuse_if_closed("recv")
-        return self._stream.start("recv").recv(self._made, k, at_most, timeout)  # type: ignore[no-any-return]
+        return self._stream.start("recv").recv(self._received, k, at_most, timeout)  # type: ignore[no-any-return]
 
-    def _made(self, ready: ReadyBatch) -> Any:
+    def _received(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns for these results, or the error to raise."""
         if ready.errors:
             return self._error_of_some(ready)

@@ -16,22 +16,13 @@ from multienv._engine.building.building import EnvFn, checked_env_fn
 from multienv.config import check_count, meant
 from multienv.errors import EnvsFailedError, UsageError
 from multienv.vector.hosted_vector_env import HostedVectorEnv
-from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
+from multienv.vector.vector_env import SubprocessVectorEnv
 
 _Env = gymnasium.Env[Any, Any]
 
 
-def _on_a_cluster(*arguments: Any, **options: Any) -> HostedVectorEnv:
-    """Make a RayVectorEnv. By a string: the class lies in a room above, which few programs enter."""
-    kind: Callable[..., HostedVectorEnv] = importlib.import_module("multienv.vector.ray_vector_env").RayVectorEnv
-    return kind(*arguments, **options)
-
-
-_FACES: dict[str, Callable[..., HostedVectorEnv]] = {
-    "subprocess": SubprocessVectorEnv,
-    "serial": SerialVectorEnv,
-    "ray": _on_a_cluster,
-}
+# Names in the package, which imports what is for a cluster when it is first asked for.
+_CLASSES = {"subprocess": "SubprocessVectorEnv", "serial": "SerialVectorEnv", "ray": "RayVectorEnv"}
 _OF_GYMNASIUM = {"async": "subprocess", "sync": "serial"}  # in gymnasium's words
 # What a spec may hold that a call to make_vec() has left there.
 _OWN = ("num_envs", "vectorization", "vector_kwargs", "wrappers")
@@ -77,7 +68,7 @@ def make_vec(
         EnvsFailedError: Some envs could not be built.
         gymnasium.error.Error: The id is not registered.
     """
-    vectorization = _word(make_kwargs.pop("vectorization_mode", None) or vectorization)
+    vectorization = _our_name(make_kwargs.pop("vectorization_mode", None) or vectorization)
     options = _options()
     named = {name: make_kwargs.pop(name) for name in list(make_kwargs) if name in options}
     if callable(id):
@@ -86,15 +77,19 @@ def make_vec(
         spec = copy.deepcopy(_find_spec(id) if isinstance(id, str) else id)
         kwargs, spec.kwargs = spec.kwargs, {}
         num_envs = kwargs.pop("num_envs", num_envs)
-        mode = _word(kwargs.pop("vectorization_mode", None))  # gymnasium's own make_vec has made the spec
-        vectorization = kwargs.pop("vectorization", mode if mode in _FACES else vectorization)
+        mode = _our_name(kwargs.pop("vectorization_mode", None))  # gymnasium's own make_vec has made the spec
+        vectorization = kwargs.pop("vectorization", mode if mode in _CLASSES else vectorization)
         vector_kwargs = kwargs.pop("vector_kwargs", vector_kwargs)
         wrappers = kwargs.pop("wrappers", wrappers)
         kwargs |= make_kwargs
         make = partial(gymnasium.make, spec)
     else:
         raise UsageError(f"make_vec(): {id!r:.200} is no id, no EnvSpec and no function that builds an env.")
-    _check(num_envs, vectorization)
+    if vectorization not in _CLASSES:
+        raise UsageError(
+            f"make_vec(): vectorization is {vectorization!r}; choose 'subprocess' ('async'), 'serial' ('sync'), 'ray'."
+        )
+    check_count("make_vec(): num_envs", num_envs)
     num_envs = int(num_envs)
     wrappers, vector_kwargs = tuple(wrappers or ()), {**(vector_kwargs or {}), **named}
     env_fns = [make] * num_envs
@@ -104,7 +99,8 @@ def make_vec(
         makes = [partial(make, index) if takes_index else make for index in range(num_envs)]
         env_fns = [partial(_build, each, kwargs, wrappers) for each in makes]
     try:
-        envs = _FACES[vectorization](env_fns, **vector_kwargs)
+        make_envs = getattr(importlib.import_module("multienv"), _CLASSES[vectorization])
+        envs: HostedVectorEnv = make_envs(env_fns, **vector_kwargs)
     except EnvsFailedError as error:
         for name in make_kwargs:
             if f"unexpected keyword argument '{name}'" in str(error) and meant(name, options):
@@ -125,17 +121,9 @@ def _options() -> set[str]:
     return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} | {"ray"}
 
 
-def _word(mode: Any) -> Any:
+def _our_name(mode: Any) -> Any:
     """Return our word for a vectorization mode of gymnasium's, a string or its Enum; anything else as it is."""
     return _OF_GYMNASIUM.get(getattr(mode, "value", mode), mode)
-
-
-def _check(num_envs: Any, vectorization: Any) -> None:
-    if vectorization not in _FACES:
-        raise UsageError(
-            f"make_vec(): vectorization is {vectorization!r}; choose 'subprocess' ('async'), 'serial' ('sync'), 'ray'."
-        )
-    check_count("make_vec(): num_envs", num_envs)
 
 
 def _build(make: Callable[..., _Env], kwargs: dict[str, Any], wrappers: Sequence[Callable[[_Env], _Env]]) -> _Env:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Unpack
 
 from multienv._engine.building.building import EnvFn, Workers, listed_env_fns
 from multienv._engine.cluster.fleet import Fleet
@@ -12,9 +14,6 @@ from multienv.config import RayOptions, takes_options_of
 from multienv.envs.ray_env import CLOSE_PATIENCE, Nodes
 from multienv.vector.batching import deal
 from multienv.vector.hosted_vector_env import HostedVectorEnv, VectorOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class RayVectorEnv(HostedVectorEnv):

@@ -19,10 +19,11 @@ from abc import ABCMeta
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium
 import numpy as np
+from typing_extensions import Self, Unpack
 
 from multienv._engine.building.building import Processes, WorkerOptions, Workers
 from multienv._engine.interrupts import runs_user_code
@@ -33,9 +34,6 @@ from multienv.envs.subprocess_env import SubprocessEnv
 from multienv.errors import UsageError, first_line
 from multienv.events import Event, Loss, Recovery, Recycled
 from multienv.vector.vector_env import SubprocessVectorEnv
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
 
 logger = logging.getLogger("multienv")
 
@@ -115,7 +113,7 @@ class ReplacedVectorEnvs:
         self, kinds: Sequence[_Kind], options: dict[str, Any], envs_per_worker: int | str, *, single: bool
     ) -> None:
         self._waiting, self._envs_per_worker = list(kinds), envs_per_worker
-        self._options = {**options, "hooks": (*options.get("hooks", ()), self._note)}
+        self._options = {**options, "hooks": (*options.get("hooks", ()), self._count_event)}
         self._replaced: list[tuple[Any, Any]] = []  # pairs of an original and what stands in its place
         self._said: set[str] = set()
         # Lists: threads add to them.
@@ -126,7 +124,7 @@ class ReplacedVectorEnvs:
         sys.meta_path.insert(0, self._finder)
         self.replace_imported()
         if single:
-            self._put(gymnasium.make, self._making(gymnasium.make))
+            self._replace(gymnasium.make, self._making(gymnasium.make))
 
     def undo(self) -> None:
         """Put the classes of the libraries back; envs that exist stay what they are. A second call does nothing."""
@@ -172,9 +170,9 @@ class ReplacedVectorEnvs:
                 ours = getattr(importlib.import_module(_ADAPTER), "SubprocessVecEnv", None)
             if ours is not None and kind in self._waiting:  # it was replaced already if that import was the first
                 self._waiting.remove(kind)
-                self._put(original, self._stand_in(kind, original, ours))
+                self._replace(original, self._stand_in(kind, original, ours))
 
-    def _put(self, original: Any, stand_in: Any) -> None:
+    def _replace(self, original: Any, stand_in: Any) -> None:
         self._replaced.append((original, stand_in))
         _swap(original, stand_in)
 
@@ -191,7 +189,7 @@ class ReplacedVectorEnvs:
             ours.__init__(made, **given, envs_per_worker=self._envs_per_worker, **self._options)
             self._made.append(made.num_envs)
             for name in forks:
-                self._say(f"{name}='fork' is passed over: workers are forked from a clean process.")
+                self._warn_once(f"{name}='fork' is passed over: workers are forked from a clean process.")
 
         members = {
             "__init__": build,
@@ -199,7 +197,7 @@ class ReplacedVectorEnvs:
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__signature__": signature,
-            "replaced": (original, self._say),
+            "replaced": (original, self._warn_once),
             "reward_dtype": np.float32 if kind.serial else np.float64,  # as Stable-Baselines3's
         }
         stand_in = _StandIn(original.__name__, (ours,), members)
@@ -216,14 +214,14 @@ class ReplacedVectorEnvs:
                 # Pickled by the name of the original, so that is what a worker calls.
                 env = SubprocessEnv(functools.partial(make, *arguments, **named), **self._options).__enter__()
             except UsageError as error:
-                self._say(f"make() returns an env of this process: {first_line(error)}")
+                self._warn_once(f"make() returns an env of this process: {first_line(error)}")
                 return original(*arguments, **named)
             self._made.append(1)
             return env
 
         return make
 
-    def _note(self, event: Event) -> None:
+    def _count_event(self, event: Event) -> None:
         """Note what became of a worker: a hook."""
         if isinstance(event, Loss):
             code = event.exit_code
@@ -234,7 +232,7 @@ class ReplacedVectorEnvs:
         elif isinstance(event, Recycled) and event.outcome != "put off":
             self._outcomes.append("recycled")
 
-    def _say(self, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         """Log a warning once for each line of the script that causes it."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
@@ -256,11 +254,11 @@ class _StandIn(ABCMeta):
         """Make an env; a subclass of the script makes its own."""
         if "replaced" not in vars(cls):
             return super().__call__(*arguments, **named)
-        original, say = cls.replaced
+        original, warn_once = cls.replaced
         try:
             return super().__call__(*arguments, **named)
         except (UsageError, TypeError) as error:  # TypeError: an argument is unknown, or the env is no gymnasium.Env
-            say(f"{original.__name__} is {original.__module__.partition('.')[0]}'s own here: {first_line(error)}")
+            warn_once(f"{original.__name__} is {original.__module__.partition('.')[0]}'s own here: {first_line(error)}")
         return original(*arguments, **named)
 
 

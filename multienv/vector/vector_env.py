@@ -6,7 +6,9 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Unpack
 
 from multienv._engine.building.building import EnvFn, Processes, SerialWorkers, Workers, listed_env_fns
 from multienv._engine.cores import busy_cores, spread
@@ -15,9 +17,6 @@ from multienv.errors import EnvsFailedError, UsageError
 from multienv.events import Hook
 from multienv.vector.batching import deal
 from multienv.vector.hosted_vector_env import BatchOptions, HostedVectorEnv, VectorOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 logger = logging.getLogger("multienv")
 
@@ -130,14 +129,14 @@ class SerialVectorEnv(HostedVectorEnv):
     ) -> None:
         self.env_fns = listed_env_fns(type(self).__name__, env_fns)
         self.envs: list[Any] = [None] * len(self.env_fns)
-        noted = [partial(_noted, env_fn, self.envs, index) for index, env_fn in enumerate(self.env_fns)]
-        super().__init__(noted, [len(noted)], partial(SerialWorkers, hooks=hooks), **options)
+        fns = [partial(_build_into, env_fn, self.envs, index) for index, env_fn in enumerate(self.env_fns)]
+        super().__init__(fns, [len(fns)], partial(SerialWorkers, hooks=hooks), **options)
 
     def __del__(self) -> None:
         """Do nothing: gymnasium before 1.2 closes the envs here."""
 
 
-def _noted(env_fn: EnvFn, envs: list[Any], index: int) -> Any:
+def _build_into(env_fn: EnvFn, envs: list[Any], index: int) -> Any:
     """Build an env and note it in its place."""
     env = envs[index] = env_fn()
     return env

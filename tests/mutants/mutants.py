@@ -1894,7 +1894,7 @@ MUTANTS = [
     Mutant(
         "A script that is interrupted or raises shows multienv's frames, not its own alone.",
         9,
-        "run:_show",
+        "run:_show_exception",
         "shown = traceback.tb_next",
         "",
         RUN,
@@ -1935,7 +1935,7 @@ MUTANTS = [
     Mutant(
         "A batch that has died takes further turns.",
         9,
-        "cli.bench:Contender.take_turn",
+        "cli.bench:Contender.step_and_record",
         "not self.died",
         "True",
         BENCH,
@@ -1975,7 +1975,7 @@ MUTANTS = [
     Mutant(
         "Observations are not compared with their space.",
         9,
-        "watching:ObservedEnv._look",
+        "watching:ObservedEnv._inspect",
         "misfit(returned[0], self.observation_space, method)",
         '""',
         DOCTOR,
@@ -1991,7 +1991,7 @@ MUTANTS = [
     Mutant(
         "All requests of a replay have one deadline together.",
         5,
-        "cli.replay:Rerun._begin_request",
+        "cli.replay:Rerun._restart_timer",
         "faulthandler.dump_traceback_later(self.seconds, file=self._stacks, exit=True)",
         "",
         ("tests/cli/test_replay.py",),
@@ -2031,7 +2031,7 @@ MUTANTS = [
     Mutant(
         "SIGTERM ends a script without the line that tells of its workers.",
         9,
-        "cli.run:_tell_at_sigterm",
+        "cli.run:_print_summary_at_sigterm",
         "tell()",
         "pass",
         RUN,
@@ -2039,7 +2039,7 @@ MUTANTS = [
     Mutant(
         "A process that a script has forked does not end by SIGTERM in C code.",
         7,
-        "cli.run:_tell_at_sigterm",
+        "cli.run:_print_summary_at_sigterm",
         "os.register_at_fork(after_in_child=undo)",
         "",
         RUN,

@@ -59,7 +59,7 @@ def test_config_dict_and_keywords_can_be_given_together():
     assert both == EnvManagerConfig(episode_num=3, wait_num=1)
     cfg = {"cfg_type": "AsyncSubprocessEnvManagerDict", "type": "async_subprocess", "episode_num": 3}
     assert AsyncSubprocessEnvManager(env_fn=[CounterEnv], cfg=cfg).config == config
-    with pytest.raises(UsageError):
+    with pytest.raises(TypeError):
         AsyncSubprocessEnvManager([CounterEnv], 3)
 
 
