@@ -49,6 +49,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -66,8 +67,20 @@ _interruptible: set[CodeType] = set()
 _running_user_code: set[CodeType] = set()
 
 
-# Finalizers, in which multienv's own are called: the interpreter drops what is raised there.
-_shielded: set[CodeType] = {weakref.finalize.__call__.__code__}
+def _inside(function: Any, name: str) -> set[CodeType]:
+    """Return the code of the functions of this name that a function of the standard library makes, if it does."""
+    constants = getattr(getattr(function, "__code__", None), "co_consts", ())
+    return {one for one in constants if isinstance(one, CodeType) and one.co_name == name}
+
+
+# Finalizers: the interpreter drops what is raised there.
+_shielded: set[CodeType] = {
+    weakref.finalize.__call__.__code__,
+    *_inside(weakref.WeakSet.__init__, "_remove"),
+    *_inside(weakref.WeakValueDictionary.__init__, "remove"),
+    *_inside(weakref.WeakKeyDictionary.__init__, "remove"),
+    *_inside(getattr(ThreadPoolExecutor, "_adjust_thread_count", None), "weakref_cb"),
+}
 
 # What needs the handler: each worker that was started and not closed.
 users: weakref.WeakSet[Any] = weakref.WeakSet()

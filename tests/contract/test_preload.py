@@ -152,6 +152,22 @@ def test_a_template_that_dies_is_made_again_for_the_next_worker(slow: Slow, impo
         assert len(imports()) == 4
 
 
+def test_a_template_that_is_stopped_goes_on(slow: Slow, imports: Any) -> None:
+    with SubprocessEnv(ImportingEnv, preload=[slow()], restart=REPLAYED, reports="") as env:
+        env.reset(seed=0)
+        os.kill(template_pid(), signal.SIGSTOP)
+        kill_worker(env)
+        assert not env.step(1)[3]
+        assert len(imports()) == 1
+
+
+def test_a_template_that_is_stopped_while_it_imports_goes_on(slow: Slow, imports: Any) -> None:
+    name = slow("import signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    with SubprocessEnv(ImportingEnv, preload=[name], deadlines=Deadlines(start=20.0), reports="") as env:
+        env.initialize()
+        assert len(imports()) == 1
+
+
 KILLED = """
     import pathlib, signal
     if open('/proc/self/comm').read().startswith('multienv preloa') and not pathlib.Path({!r}).exists():

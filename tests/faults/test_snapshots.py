@@ -323,6 +323,24 @@ def test_one_that_is_freed_after_many_others_ends_though_the_monitor_is_stopped(
         assert becomes_true(lambda: alive() <= before)
 
 
+def test_one_that_has_been_stopped_ends_when_it_is_freed_or_its_env_closed() -> None:
+    """The one that is kept and the worker's own; another env keeps the monitor busy."""
+    with SubprocessEnv(ENDLESS) as other, SubprocessEnv(ENDLESS, restart=ForkingPolicy(snapshot_every=2)) as env:
+        other.reset(seed=0)
+        env.reset(seed=0)
+        before = alive()
+        for _ in range(3):
+            env.step(np.int64(1))
+        token = env.snapshot()
+        assert becomes_true(lambda: len(alive() - before) == 2)
+        for pid in alive() - before:
+            os.kill(pid, signal.SIGSTOP)
+        token.free()
+        assert becomes_true(lambda: len(alive() - before) == 1)
+        env.close()
+        assert becomes_true(lambda: not alive() - before)
+
+
 def test_wrong_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "MOST_SNAPSHOTS", 2)
     with SubprocessEnv(ENDLESS) as env, SubprocessEnv(ENDLESS) as other:

@@ -179,6 +179,7 @@ class SharedMemoryEnv(ForkingEnv):
         self.shared = SharedMemory(own_name(), create=True, size=4096)
         self.shared_name = self.shared.name
         tracker: Any = resource_tracker._resource_tracker
+        self.tracker = tracker._pid
         unread = ctypes.c_int(1)
         while unread.value:  # until the tracker is up, and has read the name
             ctypes.CDLL(None).ioctl(tracker._fd, termios.FIONREAD, ctypes.byref(unread))

@@ -190,6 +190,15 @@ def test_shared_memory_of_an_env_goes_although_its_resource_tracker_starts_slowl
     assert_nothing_left(before, timeout=GONE_WITHIN)
 
 
+def test_resource_tracker_that_does_not_end_by_itself_is_killed() -> None:
+    before = snapshot_resources()
+    with SubprocessEnv(SharedMemoryEnv) as env:
+        name = env.get_attr("shared_name")
+        os.kill(env.get_attr("tracker"), signal.SIGSTOP)
+    Path("/dev/shm", name).unlink()
+    assert_nothing_left(before, timeout=GONE_WITHIN)
+
+
 def hang_with_shared_memory() -> None:
     """Be a trainer inside a step that never returns."""
     env = SubprocessEnv(SharedMemoryEnv).initialize()

@@ -444,6 +444,14 @@ MUTANTS = [
         PRELOAD,
     ),
     Mutant(
+        "A template that is stopped while it imports is not resumed.",
+        6,
+        "monitor:Monitor._advance",
+        "kill([template.pid for template in self._templates.values() if template.waiting], signal.SIGCONT)",
+        "",
+        PRELOAD,
+    ),
+    Mutant(
         "Any process that a worker announces counts as a snapshot of it.",
         6,
         "monitor:Monitor._read_announcements",

@@ -104,7 +104,8 @@ class FrozenCopy:
     launch: int  # the worker's
 
     def end(self) -> None:
-        """End the snapshot: it exits when its channel closes."""
+        """End the snapshot, also if it has been stopped: it exits when its channel closes."""
+        kill([self.pid], signal.SIGCONT)
         self.channel.close()
 
 
@@ -225,7 +226,9 @@ class Monitor:
             return False
         self._kill_adopted(children())
         # Killed ones are waited for in run() without a limit; a resource tracker, which ends by itself, for so long.
-        return not children() - self._spared() or time.monotonic() >= self._ends_at + TRACKER_GRACE
+        left = children() - self._spared()
+        kill(left, signal.SIGCONT)  # one that has been stopped would not end by itself
+        return not left or time.monotonic() >= self._ends_at + TRACKER_GRACE
 
     def _is_needed(self) -> bool:
         """Tell whether there are workers, or some are to be launched once a template is ready."""
@@ -673,6 +676,7 @@ class Monitor:
         due = now + (SOON if self._some_start else LOOK)
         if now < self._ends_at:  # else a resource tracker is waited for
             due = min(due, self._ends_at)
+        kill([template.pid for template in self._templates.values() if template.waiting], signal.SIGCONT)
         for worker in list(self._workers.values()):
             if now >= worker.stack_due:
                 worker.stack_due = float("inf")

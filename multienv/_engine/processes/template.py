@@ -134,6 +134,7 @@ class Template:
         """
         if self._channel is None:
             return 0
+        kill([self.pid], signal.SIGCONT)
         try:
             order.send(self._channel, [*descriptors, 1])
         except OSError:
