@@ -344,7 +344,7 @@ def test_launch_that_comes_after_the_hosts_were_told_to_end_makes_none(
 
     def close_and_launch(close: Callable[[], None] = shared._watch.close) -> None:
         close()
-        assert becomes_true(lambda: cluster.has_left, 5.0)
+        assert becomes_true(lambda: cluster.has_left)
         with contextlib.suppress(ClosedError):
             launcher.start()
 
@@ -378,7 +378,7 @@ def test_close_while_a_step_is_under_way(clusters: Clusters, tmp_path: Path) -> 
     began = time.monotonic()
     env.close()
     assert time.monotonic() - began < 8.0
-    assert becomes_true(cluster.hosts[0].ended.is_set, within=5.0)
+    assert becomes_true(cluster.hosts[0].ended.is_set)
 
 
 def test_close_of_an_env_whose_host_is_silent_is_bounded(clusters: Clusters) -> None:
@@ -407,7 +407,7 @@ def test_dropped_envs_leave_no_process(clusters: Clusters) -> None:
     assert len(pids) == 3
     del env, envs
     gc.collect()
-    assert becomes_true(lambda: not any(map(is_alive, pids)), within=5.0)
+    assert becomes_true(lambda: not any(map(is_alive, pids)))
 
 
 def test_closed_env_needs_no_collection_to_close_its_descriptors(clusters: Clusters) -> None:
@@ -422,7 +422,7 @@ def test_closed_env_needs_no_collection_to_close_its_descriptors(clusters: Clust
         assert cluster.hosts[0].ended.wait(5.0)
         cluster.hosts.clear()  # they have bells, too
         del env
-        assert becomes_true(lambda: len(os.listdir("/proc/self/fd")) <= before, within=5.0)
+        assert becomes_true(lambda: len(os.listdir("/proc/self/fd")) <= before)
     finally:
         gc.enable()
 

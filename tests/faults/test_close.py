@@ -279,7 +279,7 @@ def test_each_end_that_python_sees_waits_for_a_slow_env_close(tmp_path: Path) ->
 def test_forgotten_env_is_given_the_time_to_close(tmp_path: Path) -> None:
     env = open_saving("env", str(tmp_path / "saved"), 1.5, PATIENT)
     del env
-    assert becomes_true(lambda: (tmp_path / "saved0").exists(), 10.0)
+    assert becomes_true(lambda: (tmp_path / "saved0").exists())
 
 
 def test_env_close_that_is_cut_at_the_end_of_the_trainer_is_told_of(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_signal_ends_a_trainer_that_waits_for_envs_to_close(number: signal.Signa
     """SIGKILL, of course; and a second Ctrl-C ends the wait."""
     with Trainer("test_close", "end_without_close", "sys.exit", "env", tmp_path / "saved", 60) as trainer:
         trainer.expect("ready")
-        assert becomes_true((tmp_path / "saved0.begun").exists, 10.0)
+        assert becomes_true((tmp_path / "saved0.begun").exists)
         time.sleep(1.0)  # longer than the workers of a trainer that is killed may take
         assert trainer.process.poll() is None
         trainer.signal(number)

@@ -14,7 +14,7 @@ import pytest
 
 from kit import CounterEnv, Fault, FaultyEnv, kill_worker, reports_written
 from kit.gates import WAIT, GateEnv
-from kit.trainer_process import STUCK_AFTER, becomes_true
+from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.recovery import pending, recoverer
 from multienv.events import Loss, Recovery
@@ -125,7 +125,7 @@ def test_a_recovery_that_takes_long_says_how_far_it_is(
     gate = tmp_path / "gate"
 
     def open_up() -> None:
-        becomes_true(lambda: "are done" in caplog.text, STUCK_AFTER)
+        becomes_true(lambda: "are done" in caplog.text)
         gate.touch()
 
     policy, fns = RestartPolicy(snapshots=False), [CounterEnv, partial(GateEnv, tmp_path)]
@@ -153,13 +153,13 @@ def test_the_warning_of_a_silent_hang_names_the_env_of_several_in_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def open_up() -> None:
-        becomes_true(lambda: caplog.text, STUCK_AFTER)
+        becomes_true(lambda: caplog.text)
         (tmp_path / "gate").touch()
 
     with SubprocessVectorEnv([CounterEnv, partial(GateEnv, tmp_path), CounterEnv], envs_per_worker=3) as envs:
         envs.reset(seed=0)
         envs.step_async([1, WAIT, 1])
-        assert becomes_true((tmp_path / "waits").exists, STUCK_AFTER)
+        assert becomes_true((tmp_path / "waits").exists)
         monkeypatch.setattr(pending, "SILENCE", 0.2)
         opener = threading.Thread(target=open_up)
         opener.start()
