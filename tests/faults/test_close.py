@@ -348,7 +348,7 @@ def test_signal_ends_a_trainer_that_waits_for_envs_to_close(number: signal.Signa
         time.sleep(1.0)  # longer than the workers of a trainer that is killed may take
         assert trainer.process.poll() is None
         trainer.signal(number)
-        trainer.wait(10.0)
+        trainer.wait()
         trainer.assert_nothing_lives()
 
 
@@ -365,7 +365,7 @@ def test_envs_that_outlive_the_main_script_are_let_go_of_in_silence(end: str) ->
         "    for env in (one, several): env.reset(seed=0)\n"
         f"    {end}\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=True, timeout=30, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], check=True, timeout=100, capture_output=True, text=True)
     assert done.stderr == ""
 
 
@@ -388,7 +388,7 @@ def test_finalizers_that_run_when_names_in_modules_are_gone_are_silent() -> None
         "json.kept = batch, several, AsyncEnv(make)\n"
         "codecs.register_error('kept', lambda error, modules=list(sys.modules.values()): None)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=True, timeout=30, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], check=True, timeout=100, capture_output=True, text=True)
     assert done.stderr == ""
 
 

@@ -47,7 +47,7 @@ def test_losses_in_one_step_are_one_warning_which_says_of_a_deadline_that_the_en
     attempts: int, outcome: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     events: list[Any] = []
-    policy, deadlines = RestartPolicy(snapshots=False, backoff=0.0), Deadlines(step=0.3)
+    policy, deadlines = RestartPolicy(snapshots=False, backoff=0.0), Deadlines(step=0.8)
     once = tmp_path / "slow" if attempts == 1 else None
     env_fn = partial(FaultyEnv, fault=Fault("hang", "step", at=2, once=once))
     with SubprocessEnv(env_fn, env_index=0, restart=policy, deadlines=deadlines, hooks=[events.append]) as env:
@@ -55,7 +55,7 @@ def test_losses_in_one_step_are_one_warning_which_says_of_a_deadline_that_the_en
         env.step(1)
         assert env.step(1)[3] == (outcome == "truncated")
         (told,) = [record.getMessage() for record in caplog.records]
-    happened = "The process of env 0 did not answer within its deadline of 0.3 s (Deadlines.step) and was killed"
+    happened = "The process of env 0 did not answer within its deadline of 0.8 s (Deadlines.step) and was killed"
     if outcome == "exact":
         assert told.startswith(f"{happened} during step()")
     else:

@@ -240,7 +240,7 @@ def test_an_env_that_no_replay_matches_costs_its_neighbours_nothing_in_their_fir
 
 def test_think_time_does_not_shorten_the_journal() -> None:
     """An env of microseconds, a learner that takes its time between sending and receiving."""
-    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(replay_limit=1.0)) as env:
+    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(replay_limit=2.0)) as env:
         env.reset(seed=0)
         for t in range(1100):
             env.step_async(1)
