@@ -53,8 +53,8 @@ def test_a_worker_that_fell_asleep_is_woken_by_a_step() -> None:
 
 @pytest.mark.parametrize("kind", ["multi_env", "vector_env"])
 def test_the_deadline_of_a_reset_does_not_end_a_slower_step(kind: str) -> None:
-    env_fns = [partial(SlowEnv, step_seconds=0.5), CounterEnv]
-    with Face(kind, env_fns, deadlines=Deadlines(reset=0.4), restart=RAISE) as face:
+    env_fns = [partial(SlowEnv, step_seconds=1.1), CounterEnv]
+    with Face(kind, env_fns, deadlines=Deadlines(reset=1.0), restart=RAISE) as face:
         face.reset(0)
         face.step([1, 1])
 
