@@ -17,7 +17,7 @@ def singles(base: ManagerCase) -> Iterator[ManagerCase]:
         yield with_fault(base, fault)
 
 
-@pytest.mark.parametrize("stride", [101, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [211, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("base", BASES, ids=manager_name)
 def test_single_fault_leaves_what_a_manager_hands_out_whole(base: ManagerCase, stride: int) -> None:
     cases = list(singles(base))
@@ -26,7 +26,7 @@ def test_single_fault_leaves_what_a_manager_hands_out_whole(base: ManagerCase, s
         assert set(ManagerRun(case).play().struck) == set(case.faults), case
 
 
-@pytest.mark.parametrize("stride", [9973, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [19937, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("manager", MANAGERS)
 def test_interrupted_call_of_a_manager_loses_and_doubles_nothing(manager: str, stride: int) -> None:
     """Ctrl-C at places of the trainer's own code, one after the other."""
