@@ -356,7 +356,7 @@ def test_launch_that_comes_after_the_hosts_were_told_to_end_makes_none(
 def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
     """While a host is made, it is not yet known to those that would end it."""
     fired = 0
-    for interruption in every_place(stride=131):
+    for interruption in every_place(stride=257):
         _cluster, options = clusters.make()
         with interruption:
             env = RayEnv(CounterEnv, ray=options)
@@ -382,14 +382,13 @@ def test_close_while_a_step_is_under_way(clusters: Clusters, tmp_path: Path) -> 
 
 
 def test_close_of_an_env_whose_host_is_silent_is_bounded(clusters: Clusters) -> None:
-    cluster, options = clusters.make(silent_from(5), suspect_after=1.0)
+    is_silent = threading.Event()
+    schedule = lambda host, call, sent: "silent" if is_silent.is_set() else ""  # noqa: E731
+    cluster, options = clusters.make(schedule, suspect_after=1.0)
     env = RayEnv(CounterEnv, ray=options, deadlines=Deadlines(close=1.0)).initialize()
     env.reset(seed=1)
-    while cluster.hosts[0].calls < 5:
-        env.step_async(1)
-        time.sleep(0.05)
-        if cluster.hosts[0].calls < 5:
-            env.step_wait()
+    is_silent.set()
+    env.step_async(1)
     began = time.monotonic()
     env.close()
     assert time.monotonic() - began < 20.0

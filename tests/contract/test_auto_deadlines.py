@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_envs import HANGS, HANGS_ONCE, SLOW, UnevenEnv
+from contract_envs import HANGS, HANGS_ONCE, SLOW, UnevenEnv, hang_once
 
 from kit import CounterEnv, Fault, FaultyEnv, ForkingPolicy, first_difference
 from kit.limits import limit, set_limit
@@ -39,11 +39,6 @@ class ChanceAndUneven(UnevenEnv):
         observation = super()._observe()
         observation[2] += int.from_bytes(os.urandom(2), "little")
         return observation
-
-
-def hang_once(directory: Path, observations: Any) -> Any:
-    """Act for three envs: the second one hangs in the first step of the rollout, once."""
-    return np.array([0, HANGS_ONCE, 0])
 
 
 FORKS = ForkingPolicy(snapshot_every=20)
@@ -132,7 +127,7 @@ def test_a_rollout_has_such_a_deadline_for_each_step(tmp_path: Path) -> None:
         envs.reset(seed=5)
         envs.rollout(lambda observations: np.zeros(len(observations), np.int64), 25)
         began = time.monotonic()
-        envs.rollout(partial(hang_once, tmp_path), 25)
+        envs.rollout(hang_once, 25)
         assert time.monotonic() - began < 20.0, "not 25 steps and three envs together"
         assert losses(envs) >= 1  # more if the machine is so busy that the policy takes 0.3 s, too
 
@@ -156,7 +151,7 @@ def test_time_for_which_the_trainer_and_its_worker_were_stopped_does_not_count(t
         time.sleep(0.3)  # the trainer's wait is no brief one any more
         for pid in (trainer.pid, worker):
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(5.0)
+        time.sleep(3.0)
         trainer.signal(signal.SIGCONT)
         time.sleep(0.5)
         os.kill(worker, signal.SIGCONT)
