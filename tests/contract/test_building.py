@@ -46,6 +46,8 @@ from multienv.errors import (
 )
 from multienv.testing import worker_pids
 
+pytestmark = pytest.mark.usefixtures("monitor_stays")
+
 
 class Builder:
     """A callable object."""

@@ -139,9 +139,9 @@ def test_the_chance_of_an_atari_emulator_is_put_back_at_a_reset(brief: None) -> 
         run_side_by_side(
             envs,
             twin,
-            230,
+            170,
             actions=lambda step: np.full(2, step // 5 % 6),
-            before_step=lambda step: step in (150, 220) and kill_worker(envs),
+            before_step=lambda step: step in (110, 160) and kill_worker(envs),
         )
         (told,) = envs.statistics()
         assert told.replayed_recoveries == 2

@@ -78,7 +78,9 @@ def test_two_envs_that_end_every_process_in_the_same_step_are_truncated_and_no_o
 STEPS = 300
 
 
-@pytest.mark.parametrize("rates", [pytest.param((1 / 300, 1 / 500), marks=pytest.mark.soak), (1 / 60, 1 / 200)], ids=str)
+@pytest.mark.parametrize(
+    "rates", [pytest.param((1 / 300, 1 / 500), marks=pytest.mark.soak), (1 / 60, 1 / 200)], ids=str
+)
 @pytest.mark.parametrize("face", list(FACES))
 def test_envs_that_crash_and_hang_by_chance_go_on(
     face: str, rates: tuple[float, float], monkeypatch: pytest.MonkeyPatch

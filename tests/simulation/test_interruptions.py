@@ -56,7 +56,7 @@ def test_interrupted_reset_of_some_envs_is_replayed_as_it_was(policy: str) -> No
     """What is laid over the rows of a reply is no part of the record, wherever the call is left."""
     ops = (("reset", 7), *(("step", number) for number in range(9)))
     last = Fault(0, "request", Run(Case("DISABLED", policy, ops)).play().events[0, "request"], "executed")
-    check_each_place(Case("DISABLED", policy, ops, (last,)), first=3, stride=811)
+    check_each_place(Case("DISABLED", policy, ops, (last,)), first=3, stride=401)
 
 
 @pytest.mark.parametrize("policy", ["journal", "starts"])
@@ -64,14 +64,14 @@ def test_interrupted_steps_of_some_envs_are_replayed_as_they_were(policy: str) -
     """The same for envs at their own pace, where the rows of those that are left alone are laid over."""
     ops = (("reset", 7), *(("some", number) for number in range(7)))
     last = Fault(0, "request", Run(Case("NEXT_STEP", policy, ops)).play().events[0, "request"], "executed")
-    check_each_place(Case("NEXT_STEP", policy, ops, (last,)), first=3, stride=1019)
+    check_each_place(Case("NEXT_STEP", policy, ops, (last,)), first=3, stride=409)
 
 
 def test_interruption_where_rows_of_some_envs_are_laid_over_is_a_loss() -> None:
     """Of the places of the test above those that change what is recorded."""
     ops = (("reset", 7), *((("some", "pace")[number % 2], number) for number in range(5)))
     last = Fault(0, "request", Run(Case("NEXT_STEP", "journal", ops)).play().events[0, "request"], "executed")
-    place, stride = 0, 97
+    place, stride = 0, 47
     while True:
         run = Run(Case("NEXT_STEP", "journal", ops, (last,), interrupted=place))
         run.interruption = Interruption(place, skips=is_not_in_answers)
