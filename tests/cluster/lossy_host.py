@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from kit.trainer_process import STUCK_AFTER
 from multienv._engine.cluster import frames
 from multienv._engine.cluster.cluster import Node
 from multienv._engine.cluster.frames import Frame
@@ -253,7 +254,7 @@ class Clusters:
 
     def assert_all_ended(self) -> None:
         """Fail unless each fleet has ended its hosts, and let go of its cluster."""
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + STUCK_AFTER
         for address, cluster in self._known.items():
             for host in cluster.hosts:
                 assert host.ended.wait(max(0.0, until - time.monotonic())), f"{address}: a host was not ended"

@@ -46,7 +46,7 @@ from kit import (
 from kit.gates import WAIT, GateEnv
 from kit.interruption import Ledger, every_place
 from kit.side_by_side import run_side_by_side
-from kit.trainer_process import becomes_true
+from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import (
     Deadlines,
     Recovery,
@@ -146,7 +146,7 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
     began = time.monotonic()
     with RayEnv(partial(CounterEnv, horizon=5), ray=options, hooks=[events.append]) as env:
         assert_as_if_local(env, horizon=5)
-    assert time.monotonic() - began < 15.0
+    assert time.monotonic() - began < 25.0
     assert [host.name for host in cluster.hosts[:2]] == ["node 0", "node 1"]
     assert "has been silent for" in events[0].detail
     assert "node 0" in events[0].detail
@@ -174,7 +174,7 @@ def test_host_without_a_sign_of_life_is_lost_long_before_one_that_only_owes_an_a
 
 def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, tmp_path: Path) -> None:
     """As Ctrl-Z and ``fg`` have it."""
-    cluster, options = clusters.make(suspect_after=STRICT)
+    cluster, options = clusters.make(suspect_after=1.5)
     with RayEnv(partial(GateEnv, tmp_path, horizon=10), ray=options) as env:
         env.reset(seed=5)
         env.step_async(WAIT)
@@ -203,7 +203,7 @@ def test_host_that_cannot_be_made_for_a_reason_without_words_ends_its_channels(c
         raise TimeoutError
 
     carrier = Courier(connect, suspect_after=1.0)
-    carrier.join(5.0)
+    carrier.join(STUCK_AFTER)
     assert "TimeoutError" in carrier.lost
 
 
@@ -344,7 +344,7 @@ def test_launch_that_comes_after_the_hosts_were_told_to_end_makes_none(
 
     def close_and_launch(close: Callable[[], None] = shared._watch.close) -> None:
         close()
-        assert becomes_true(lambda: cluster.has_left, 5.0)
+        assert becomes_true(lambda: cluster.has_left)
         with contextlib.suppress(ClosedError):
             launcher.start()
 
@@ -356,7 +356,7 @@ def test_launch_that_comes_after_the_hosts_were_told_to_end_makes_none(
 def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
     """While a host is made, it is not yet known to those that would end it."""
     fired = 0
-    for interruption in every_place(stride=131):
+    for interruption in every_place(stride=257):
         _cluster, options = clusters.make()
         with interruption:
             env = RayEnv(CounterEnv, ray=options)
@@ -377,22 +377,21 @@ def test_close_while_a_step_is_under_way(clusters: Clusters, tmp_path: Path) -> 
     env.step_async(WAIT)
     began = time.monotonic()
     env.close()
-    assert time.monotonic() - began < 8.0
-    assert becomes_true(cluster.hosts[0].ended.is_set, within=5.0)
+    assert time.monotonic() - began < 20.0
+    assert becomes_true(cluster.hosts[0].ended.is_set)
 
 
 def test_close_of_an_env_whose_host_is_silent_is_bounded(clusters: Clusters) -> None:
-    cluster, options = clusters.make(silent_from(5), suspect_after=1.0)
+    is_silent = threading.Event()
+    schedule = lambda host, call, sent: "silent" if is_silent.is_set() else ""  # noqa: E731
+    cluster, options = clusters.make(schedule, suspect_after=1.0)
     env = RayEnv(CounterEnv, ray=options, deadlines=Deadlines(close=1.0)).initialize()
     env.reset(seed=1)
-    while cluster.hosts[0].calls < 5:
-        env.step_async(1)
-        time.sleep(0.05)
-        if cluster.hosts[0].calls < 5:
-            env.step_wait()
+    is_silent.set()
+    env.step_async(1)
     began = time.monotonic()
     env.close()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 20.0
     assert len(cluster.hosts) == 1
 
 
@@ -407,7 +406,7 @@ def test_dropped_envs_leave_no_process(clusters: Clusters) -> None:
     assert len(pids) == 3
     del env, envs
     gc.collect()
-    assert becomes_true(lambda: not any(map(is_alive, pids)), within=5.0)
+    assert becomes_true(lambda: not any(map(is_alive, pids)))
 
 
 def test_closed_env_needs_no_collection_to_close_its_descriptors(clusters: Clusters) -> None:
@@ -419,10 +418,10 @@ def test_closed_env_needs_no_collection_to_close_its_descriptors(clusters: Clust
         with RayEnv(CounterEnv, ray=options) as env:
             env.reset(seed=1)
             env.step(1)
-        assert cluster.hosts[0].ended.wait(5.0)
+        assert cluster.hosts[0].ended.wait(STUCK_AFTER)
         cluster.hosts.clear()  # they have bells, too
         del env
-        assert becomes_true(lambda: len(os.listdir("/proc/self/fd")) <= before, within=5.0)
+        assert becomes_true(lambda: len(os.listdir("/proc/self/fd")) <= before)
     finally:
         gc.enable()
 

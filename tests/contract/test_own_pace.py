@@ -38,7 +38,7 @@ from kit.interruption import Interruption, Ledger, every_place
 from kit.limits import set_limit
 from kit.makers import multi_env, one_each
 from kit.side_by_side import info_of
-from kit.trainer_process import becomes_true
+from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import (
     MultiEnv,
     RestartPolicy,
@@ -203,8 +203,11 @@ def test_a_slow_env_holds_up_no_other(face: Any, tmp_path: Path) -> None:
             assert sorted(indices) == [1, 2]
             assert [one[0] for one in observations] == [step, step]
             envs.send(batch(envs, [GO, GO]), indices)
+        came: list[int] = []
+        while len(came) < 2:  # on a busy machine not all may be ready by then
+            came += list(envs.recv(3 - len(came), timeout=0.5)[-1])
+        assert sorted(came) == [1, 2], "what is ready by then"
         with pytest.raises(WaitTimeout, match="no env is ready"):
-            assert sorted(envs.recv(3, timeout=0.5)[-1]) == [1, 2], "what is ready by then"
             envs.recv(1, timeout=0.1)
         (tmp_path / "gate").touch()
         observations, *_, indices = envs.recv()
@@ -234,7 +237,7 @@ def test_recv_returns_up_to_as_many_as_are_ready(face: Any, tmp_path: Path) -> N
 
 
 def test_statistics_tell_whether_the_envs_or_the_policy_are_waited_for() -> None:
-    with multi_env([partial(SlowEnv, step_seconds=0.05), CounterEnv]) as envs:
+    with multi_env([partial(SlowEnv, step_seconds=0.2), partial(SlowEnv)]) as envs:
         envs.reset(seed=3)
 
         def seconds() -> tuple[float, ...]:
@@ -247,16 +250,20 @@ def test_statistics_tell_whether_the_envs_or_the_policy_are_waited_for() -> None
 
         assert seconds() == (0.0, 0.0, 0.0)
         envs.send([1, 1], [0, 1])
-        for _ in range(10):  # the envs are waited for
+        for _ in range(5):  # the envs are waited for, a second; on a busy machine the trainer comes late to some of it
             envs.recv(2)
             envs.send([1, 1], [0, 1])
         waited, ready, idle = seconds()
-        assert waited > 0.4
-        assert idle < 0.3
-        for _ in range(10):  # the policy is
+        assert waited > 0.5
+        assert idle < 0.5
+        envs.recv(2)
+        envs.set_attr("step_seconds", 0.0)
+        envs.send([1, 1], [0, 1])
+        waited, ready, idle = seconds()
+        for _ in range(5):  # the policy is, a second
             time.sleep(0.1)
             (first,) = envs.recv(1)[-1]
-            time.sleep(0.05)
+            time.sleep(0.1)
             (second,) = envs.recv(1)[-1]
             envs.send([1, 1], [first, second])
         more = seconds()
@@ -467,7 +474,7 @@ def test_a_dead_worker_is_noticed_while_others_are_always_ready(face: Any) -> No
         envs.reset(seed=3)
         kill_worker(envs)
         envs.send(batch(envs, [1] * 3))
-        until, seen = time.monotonic() + 20.0, set[int]()
+        until, seen = time.monotonic() + STUCK_AFTER, set[int]()
         while 0 not in seen:
             assert time.monotonic() < until, "it was never recovered"
             time.sleep(0.02)  # a policy that takes longer than the envs
@@ -632,14 +639,13 @@ def test_hooks_are_told_of_a_loss_although_recv_returns_nothing(face: Any, tmp_p
         while not (tmp_path / "waits").exists():
             time.sleep(0.01)
         kill_worker(envs, 1)
-        until = time.monotonic() + 20.0
+        until = time.monotonic() + STUCK_AFTER
         while not events:
             assert time.monotonic() < until
             with pytest.raises(WaitTimeout):
                 envs.recv(1, timeout=0.1)
-            (tmp_path / "gate").touch()
-            if envs.statistics()[1].losses:
-                envs.recv(1)
+        (tmp_path / "gate").touch()
+        envs.recv(1)
         assert [type(one).__name__ for one in events] == ["Loss", "Recovery"]
 
 
@@ -702,13 +708,18 @@ def test_recv_and_reset_in_a_signal_handler_inside_of_recv_are_refused_and_the_o
                 refusals.append(error)
         (tmp_path / "gate").touch()
 
-    before = signal.signal(signal.SIGALRM, receive)
+    def strike() -> None:
+        assert becomes_true(lambda: envs._stream.reader != 0)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    before, striker = signal.signal(signal.SIGALRM, receive), threading.Thread(target=strike)
     try:
         with face([partial(GateEnv, tmp_path)] * 2) as envs:
             envs.reset(seed=3)
             envs.send(batch(envs, [WAIT, WAIT]))
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            assert sorted(envs.recv(2, timeout=30.0)[-1]) == [0, 1]
+            striker.start()
+            assert sorted(envs.recv(2, timeout=STUCK_AFTER)[-1]) == [0, 1]
+            striker.join()
             envs.send(batch(envs, [GO, GO]))
             assert sorted(envs.recv(2)[-1]) == [0, 1]
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import random
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from kit import CounterEnv, assert_same_trajectory, is_alive, kill_worker, monitor_pid, no_leaks, rollout
+from kit.trainer_process import becomes_true
 from multienv import (
     AsyncSubprocessEnvManager,
     Deadlines,
@@ -77,21 +78,27 @@ def children_of(pid: int) -> set[int]:
     return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
+def templates() -> list[int]:
+    return [pid for pid in children_of(monitor_pid()) if is_alive(pid) and name_of(pid) == "multienv preloa\n"]
+
+
+def name_of(pid: int) -> str:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return Path(f"/proc/{pid}/comm").read_text()
+    return ""
+
+
 def template_pid() -> int:
-    """Return the pid of the only template."""
-    (found,) = (
-        pid
-        for pid in children_of(monitor_pid())
-        if is_alive(pid) and Path(f"/proc/{pid}/comm").read_text() == "multienv preloa\n"
-    )
-    return found
+    """Return the pid of the only template, when it has its name and those before it have ended."""
+    assert becomes_true(lambda: len(templates()) == 1)
+    return templates()[0]
 
 
 def kill_template() -> None:
     """Kill the template, and wait until the monitor has noted it: until then, workers are launched without one."""
     pid = template_pid()
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: pid not in children_of(monitor_pid()))
+    assert becomes_true(lambda: pid not in children_of(monitor_pid()))
 
 
 def test_modules_are_imported_once_for_all_workers_and_their_replacements(slow: Slow, imports: Any) -> None:
@@ -183,7 +190,7 @@ def test_a_template_that_is_killed_while_it_imports_is_made_again_for_the_next_w
     slow(KILLED.format(str(tmp_path / "killed"), f"pathlib.Path({str(tmp_path / 'killed')!r}).touch()"))
     with SubprocessEnv(ImportingEnv, preload=preload, restart=REPLAYED, reports="") as env:
         env.reset(seed=0)
-        wait_for((tmp_path / "killed").exists)
+        assert becomes_true((tmp_path / "killed").exists)
         found = []
         for _ in range(4):
             kill_worker(env)
@@ -279,7 +286,7 @@ def test_close_during_the_import_leaves_nothing(slow: Slow, imports: Any) -> Non
     with no_leaks():
         env = SubprocessEnv(CounterEnv, preload=[slow("import time; time.sleep(1000)")], reports="")
         env.start()
-        wait_for(imports)
+        assert becomes_true(imports)
         env.close()
 
 
@@ -292,7 +299,7 @@ def test_a_trainer_that_is_killed_during_the_import_leaves_nothing(slow: Slow, i
         SubprocessEnv(CounterEnv, preload=[{name!r}], reports="").initialize()
     """
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
-    wait_for(imports)
+    assert becomes_true(imports)
     trainer.kill()
     trainer.wait()
     assert_ends(int(imports()[0].split()[0]))
@@ -435,7 +442,7 @@ def test_auto_leaves_out_a_module_that_cannot_be_forked_and_says_so_once(
             partial(ImportingEnv, "slow_module", "bad_module"), preload="auto", restart=REPLAYED, reports=""
         ).initialize()
         env.reset(seed=0)
-        wait_for(lambda: names_of(imports).count("slow_module") == 3)  # the worker, and twice the template
+        assert becomes_true(lambda: names_of(imports).count("slow_module") == 3)  # the worker, and twice the template
         for _ in range(2):
             kill_worker(env)
             assert not env.step(1)[3]
@@ -485,15 +492,8 @@ def test_auto_learns_more_from_an_env_of_another_kind(slow: Slow, imports: Any) 
         template_pid()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def assert_ends(pid: int) -> None:
-    wait_for(lambda: not is_alive(pid))
+    assert becomes_true(lambda: not is_alive(pid))
 
 
 class FolderEnv(CounterEnv):

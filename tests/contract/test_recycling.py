@@ -104,7 +104,7 @@ def test_an_env_whose_reset_ends_its_process_loses_one_step_and_goes_on_in_a_new
     """Whatever brings it back has the past that makes the reset fail: so a process without it is tried."""
     env_fns = [hangs_at_reset if hangs else ends_at_reset, calm]
     options: dict[str, Any] = {"restart": RestartPolicy(backoff=0.0)}
-    options |= {"deadlines": Deadlines(step=0.3)} if hangs else {}
+    options |= {"deadlines": Deadlines(step=0.8)} if hangs else {}
     with SubprocessVectorEnv(env_fns, envs_per_worker=envs_per_worker, autoreset_mode=mode, **options) as envs:
         envs.reset(seed=5)
         lost: list[int] = []

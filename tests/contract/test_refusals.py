@@ -45,6 +45,8 @@ from multienv.errors import (
     UsageError,
 )
 
+pytestmark = pytest.mark.usefixtures("monitor_stays")
+
 LOCK = threading.Lock()
 
 

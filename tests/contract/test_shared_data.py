@@ -21,6 +21,8 @@ from multienv._engine.wire.shared_pickle import DATA_NAME, SharedFile
 from multienv.cli.env_functions import env_functions
 from multienv.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("monitor_stays")
+
 TABLE = np.random.default_rng(0).random(500_000)
 
 

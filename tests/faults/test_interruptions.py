@@ -528,7 +528,7 @@ def test_close_of_one_env_interrupted_at_every_place_is_completed_by_the_next(is
         fired += interruption.fired
         again = threading.Thread(target=env.close, daemon=True)
         again.start()
-        again.join(10.0)
+        again.join(STUCK_AFTER)
         assert not again.is_alive(), interruption.where
         env.close()
         channel = env._supervisor.channel

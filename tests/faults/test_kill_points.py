@@ -79,8 +79,8 @@ def deadlines(how: str, method: str) -> Deadlines:
     """Return those that find a stopped process; none but the defaults where a process is killed."""
     if how != "stop":
         return Deadlines()
-    start = 1.0 if method == "forkserver" else 5.0
-    return Deadlines(start=start, reset=0.3, step=0.3, call=0.3, close=0.3, recovery=4 * start)
+    start = 2.0 if method == "forkserver" else 10.0
+    return Deadlines(start=start, reset=0.8, step=0.8, call=0.8, close=0.3, recovery=4 * start)
 
 
 def expect_same(play: Play, face: str, env_name: str) -> None:

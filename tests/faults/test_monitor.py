@@ -144,7 +144,7 @@ def test_the_monitor_and_other_workers_survive_what_an_import_writes_to_it(
 
 # --- without the monitor --------------------------------------------------------------------------
 
-LIMITED = Deadlines(step=0.5, reset=0.5)
+LIMITED = Deadlines(step=1.0, reset=1.0)
 
 
 def reason_of(info: dict[str, Any]) -> str:

@@ -56,7 +56,7 @@ def test_an_env_may_have_subprocess_envs_of_its_own() -> None:
 
 
 def test_step_that_closes_the_workers_descriptors_is_answered_and_the_next_one_truncated() -> None:
-    with SubprocessEnv(ClosingEnv, deadlines=Deadlines(step=0.6), restart=RestartPolicy(backoff=0.01)) as env:
+    with SubprocessEnv(ClosingEnv, deadlines=Deadlines(step=1.0), restart=RestartPolicy(backoff=0.01)) as env:
         env.reset(seed=1)
         env.step(1)
         seen = env.step(3)[0]

@@ -17,7 +17,7 @@ import pytest
 from faces import KINDS, Face, counts
 
 from kit import ForkingPolicy, GlobalRandomEnv, Transition, assert_same_trajectory, kill_worker
-from kit.trainer_process import STUCK_AFTER, becomes_true
+from kit.trainer_process import becomes_true
 from multienv import (
     AsyncSubprocessEnvManager,
     MultiEnv,
@@ -131,7 +131,7 @@ def test_after_a_recovery_a_worker_draws_what_it_would_have_drawn(
         assert face.losses() == 2
         recoveries = [event for event in events if isinstance(event, Recovery)]
         assert [(event.outcome, event.method) for event in recoveries] == [("exact", rung)] * 2
-    assert becomes_true(lambda: len(list(reports.glob("*.json"))) == 2, STUCK_AFTER)  # they are written a moment later
+    assert becomes_true(lambda: len(list(reports.glob("*.json"))) == 2)  # they are written a moment later
     seeds = seeds_in(reports)
     assert len(seeds) == 1
     # The same in this process, under the seeds that the reports have.

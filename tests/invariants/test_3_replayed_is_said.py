@@ -137,15 +137,15 @@ def test_start_is_proven_by_a_whole_episode(kind: str, dear: None) -> None:
 def test_deaths_of_an_env_that_can_be_forked_are_exact_in_any_run(dear: None) -> None:
     """Many episodes begin between two snapshots, and what it remembers shows at once."""
     play = Play(partial(MemoryEnv, 1), restart=ForkingPolicy(snapshot_every=40, backoff=0.0))
-    play.walk(900, kills=[7, 8, 55, *range(200, 900, 13)]).close()
+    play.walk(420, kills=[7, 8, 55, *range(200, 420, 13)]).close()
     assert (set(play.outcomes()), play.differs) == ({"exact"}, None)
-    assert len(play.outcomes()) == 57
+    assert len(play.outcomes()) == 20
 
 
 def test_deaths_however_soon_after_each_other_are_exact(dear: None) -> None:
     """Each recovered worker is killed before the call that recovered it returns, and once more while it waits."""
     play = Play(partial(MemoryEnv, 1), restart=ForkingPolicy(snapshot_every=25, backoff=0.0))
-    left = [12]
+    left = [6]
 
     def strike(event: Any) -> None:
         if isinstance(event, Recovery) and left[0]:
@@ -153,9 +153,9 @@ def test_deaths_however_soon_after_each_other_are_exact(dear: None) -> None:
             kill_worker(play.env)
 
     play.env._supervisor.reporter._hooks += (strike,)
-    play.walk(300, kills=[*range(60, 300, 50)]).close()
+    play.walk(180, kills=[*range(60, 180, 50)]).close()
     assert (set(play.outcomes()), play.differs, left) == ({"exact"}, None, [0])
-    assert len(play.outcomes()) == 12 + 5
+    assert len(play.outcomes()) == 6 + 3
 
 
 def test_replay_that_strays_is_tried_from_the_construction(dear: None, caplog: Any) -> None:
@@ -167,7 +167,7 @@ def test_replay_that_strays_is_tried_from_the_construction(dear: None, caplog: A
 
 def test_env_that_cannot_be_forked_is_replayed_from_its_construction_while_that_is_affordable() -> None:
     play = Play(partial(with_thread, 1), restart=RestartPolicy(backoff=0.0))
-    play.walk(700, kills=range(90, 700, 60)).close()
+    play.walk(400, kills=range(90, 400, 60)).close()
     assert (set(play.outcomes()), play.differs) == ({"exact"}, None)
 
 

@@ -109,8 +109,16 @@ def data_set(tmp_path: Path) -> str:
 # --- what is put back -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["buffered", "raw", "duplicate", "unlinked"])
-@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "num_envs"),
+    [
+        *((how, 1 + number % 2) for number, how in enumerate(["buffered", "raw", "duplicate", "unlinked"])),
+        *(
+            pytest.param(how, 2 - number % 2, marks=pytest.mark.ci)
+            for number, how in enumerate(["buffered", "raw", "duplicate", "unlinked"])
+        ),
+    ],
+)
 def test_a_file_that_is_read_goes_on_where_the_copy_was_made(data_set: str, how: str, num_envs: int) -> None:
     told = Told([partial(DataSetEnv, data_set, how)] * num_envs, SOMETIMES, kind="vector_env")
     assert told.shown == [list(map(float, range(1, STEPS + 1)))] * num_envs
@@ -231,8 +239,20 @@ def server() -> Iterator[str]:
             thread.join()
 
 
-@pytest.mark.parametrize("restart", [SOMETIMES, REPLAYS, RestartPolicy()], ids=["snapshots", "replays", "default"])
-@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize(
+    ("restart", "num_envs"),
+    [
+        (SOMETIMES, 2),
+        (REPLAYS, 1),
+        (RestartPolicy(), 1),
+        pytest.param(SOMETIMES, 1, marks=pytest.mark.ci),
+        pytest.param(REPLAYS, 2, marks=pytest.mark.ci),
+        pytest.param(RestartPolicy(), 2, marks=pytest.mark.ci),
+    ],
+    ids=[
+        f"{how}-{count}" for how, count in zip(["snapshots", "replays", "default"] * 2, [2, 1, 1, 1, 2, 2], strict=True)
+    ],
+)
 def test_a_server_that_is_asked_with_one_connection_a_step_forbids_snapshots(
     restart: RestartPolicy, num_envs: int
 ) -> None:

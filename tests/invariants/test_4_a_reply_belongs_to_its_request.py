@@ -29,7 +29,7 @@ from multienv.errors import CallPendingError, MultienvError, WaitTimeout
 )
 def test_a_worker_that_wakes_up_after_its_deadline_answers_nobody(kind: str, on_timeout: Any) -> None:
     policy = RestartPolicy(on_timeout=on_timeout, snapshots=False)
-    with Face(kind, [CounterEnv] * 2, deadlines=Deadlines(step=0.4), restart=policy) as face:
+    with Face(kind, [CounterEnv] * 2, deadlines=Deadlines(step=1.0), restart=policy) as face:
         face.reset(0)
         face.step([1, 1])
         stopped = face.signal(signal.SIGSTOP)
@@ -71,7 +71,7 @@ def test_a_wait_that_ran_out_leaves_the_answer_to_its_own_request(kind: str, tmp
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 def test_calls_get_their_own_answers_whatever_became_of_those_before(kind: str) -> None:
     policy = RestartPolicy(on_timeout="raise", snapshots=False)
-    with Face(kind, [EchoEnv] * 2, deadlines=Deadlines(call=0.5), restart=policy) as face:
+    with Face(kind, [EchoEnv] * 2, deadlines=Deadlines(call=1.0), restart=policy) as face:
         face.reset(0)
         for number, how in enumerate(["", "raise", "", "late", "never", "", "raise", "raise", "late", ""]):
             if how in ("raise", "never"):

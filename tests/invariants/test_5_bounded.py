@@ -53,8 +53,8 @@ def test_a_worker_that_fell_asleep_is_woken_by_a_step() -> None:
 
 @pytest.mark.parametrize("kind", ["multi_env", "vector_env"])
 def test_the_deadline_of_a_reset_does_not_end_a_slower_step(kind: str) -> None:
-    env_fns = [partial(SlowEnv, step_seconds=0.5), CounterEnv]
-    with Face(kind, env_fns, deadlines=Deadlines(reset=0.4), restart=RAISE) as face:
+    env_fns = [partial(SlowEnv, step_seconds=1.1), CounterEnv]
+    with Face(kind, env_fns, deadlines=Deadlines(reset=1.0), restart=RAISE) as face:
         face.reset(0)
         face.step([1, 1])
 
@@ -69,7 +69,7 @@ def test_the_deadline_of_a_reset_does_not_end_a_slower_step(kind: str) -> None:
 )
 def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str) -> None:
     env_fns = [hanging(moment, at=2 if moment == "reset" else 1), CounterEnv]
-    limits = Deadlines(**{moment: 0.4}, close=0.4)  # type: ignore[arg-type]
+    limits = Deadlines(**{moment: 0.8}, close=0.8)  # type: ignore[arg-type]
     requests = {
         "step": lambda face: face.step([1, 1]),
         "reset": lambda face: face.reset(0),
@@ -79,7 +79,7 @@ def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str
     with Face(kind, env_fns, deadlines=limits, restart=RAISE, hooks=[events.append]) as face:
         face.reset(0)
         hung = face.pids()[0]
-        with within(0.4, at_least=0.4), pytest.raises(WorkerHungError, match="deadline of 0.4 s"):
+        with within(0.8, at_least=0.8), pytest.raises(WorkerHungError, match="deadline of 0.8 s"):
             requests[moment](face)
         assert becomes_true(lambda: not is_alive(hung))
         assert face.losses() == 1
@@ -87,20 +87,20 @@ def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str
 
 
 def test_each_env_of_a_process_has_the_whole_deadline_for_itself() -> None:
-    """Four envs in a process take twice the deadline together; the last but one hangs when the others have had theirs."""
-    slow = partial(SlowEnv, step_seconds=0.3)
-    env_fns = [slow, slow, partial(FaultyEnv, fault=Fault("hang", "step", action=3), step_seconds=0.3), slow]
+    """Four envs in a process take longer than the deadline together; the last but one hangs after two of them."""
+    slow = partial(SlowEnv, step_seconds=0.5)
+    env_fns = [slow, slow, partial(FaultyEnv, fault=Fault("hang", "step", action=3), step_seconds=0.5), slow]
     events: list[Any] = []
-    options: dict[str, Any] = {"deadlines": Deadlines(step=0.6), "restart": RAISE, "hooks": [events.append]}
+    options: dict[str, Any] = {"deadlines": Deadlines(step=1.5), "restart": RAISE, "hooks": [events.append]}
     with Face("vector_env", env_fns, **options) as face:
         face.reset(0)
         for _ in range(2):
-            with within(1.2, at_least=1.2):
+            with within(2.0, at_least=2.0):
                 face.step([1, 1, 1, 1])
         assert face.losses() == 0
-        with within(0.6 + 0.6 * 9 / 8, at_least=0.6 + 0.6), pytest.raises(WorkerHungError, match="env 2 .*of 0.6 s"):
+        with within(1.0 + 1.5 * 9 / 8, at_least=1.0 + 1.5), pytest.raises(WorkerHungError, match="env 2 .*of 1.5 s"):
             face.step([1, 1, 3, 1])
-    assert (events[0].env_index, events[0].deadline) == (2, 0.6)
+    assert (events[0].env_index, events[0].deadline) == (2, 1.5)
 
 
 def test_an_env_that_hangs_while_it_is_built_is_given_up() -> None:
@@ -114,7 +114,7 @@ def test_an_env_that_hangs_while_it_is_built_is_given_up() -> None:
 
 def test_the_process_that_is_asked_again_after_a_hang_has_the_whole_deadline(marker: str) -> None:
     env_fn = partial(FaultyEnv, fault=Fault("hang", "step", once=marker), step_seconds=0.1)
-    with Face("subprocess_env", [env_fn], deadlines=Deadlines(step=0.6), restart=REPLAY) as face:
+    with Face("subprocess_env", [env_fn], deadlines=Deadlines(step=1.2), restart=REPLAY) as face:
         face.reset(0)
         (row,) = face.step([1])
         assert (int(row.observation[0]), row.truncated) == (1, False)
@@ -124,12 +124,12 @@ def test_the_process_that_is_asked_again_after_a_hang_has_the_whole_deadline(mar
 def test_a_recovery_that_hangs_ends_in_a_truncation(tmp_path: Path) -> None:
     """The second process is never built: only the deadline of the recovery ends that."""
     env_fn = FailsNthTime(env_fn=CounterEnv, counter=tmp_path / "built", nth=range(2, 9), manner="hang_c")
-    limits = Deadlines(recovery=0.5, start=None, close=0.5)
+    limits = Deadlines(recovery=1.5, start=None, close=0.5)
     with Face("vector_env", [env_fn], deadlines=limits, restart=REPLAY) as face:
         face.reset(0)
         face.step([1])
         face.signal()
-        with within(0.5, at_least=0.5):
+        with within(1.5, at_least=1.5):
             (row,) = face.step([1])
         assert row.truncated
         assert (tmp_path / "built").stat().st_size >= 2
@@ -138,10 +138,10 @@ def test_a_recovery_that_hangs_ends_in_a_truncation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "limits"),
     [
-        ({"moment": "step", "at": 3}, Deadlines(step=0.5, reset=20.0)),
+        ({"moment": "step", "at": 3}, Deadlines(step=1.0, reset=20.0)),
         # The trainer looks first while the reset runs, which may take as long as it likes.
-        ({"moment": "step", "at": 3, "reset_seconds": 0.3}, Deadlines(step=0.5)),
-        ({"moment": "reset", "at": 1}, Deadlines(reset=0.5)),
+        ({"moment": "step", "at": 3, "reset_seconds": 0.3}, Deadlines(step=1.0)),
+        ({"moment": "reset", "at": 1}, Deadlines(reset=1.0)),
     ],
     ids=["a step", "a step after a slow reset", "a reset"],
 )

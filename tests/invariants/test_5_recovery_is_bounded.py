@@ -139,9 +139,9 @@ def test_the_chance_of_an_atari_emulator_is_put_back_at_a_reset(brief: None) -> 
         run_side_by_side(
             envs,
             twin,
-            230,
+            170,
             actions=lambda step: np.full(2, step // 5 % 6),
-            before_step=lambda step: step in (150, 220) and kill_worker(envs),
+            before_step=lambda step: step in (110, 160) and kill_worker(envs),
         )
         (told,) = envs.statistics()
         assert told.replayed_recoveries == 2
@@ -240,7 +240,7 @@ def test_an_env_that_no_replay_matches_costs_its_neighbours_nothing_in_their_fir
 
 def test_think_time_does_not_shorten_the_journal() -> None:
     """An env of microseconds, a learner that takes its time between sending and receiving."""
-    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(replay_limit=1.0)) as env:
+    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(replay_limit=2.0)) as env:
         env.reset(seed=0)
         for t in range(1100):
             env.step_async(1)

@@ -34,7 +34,7 @@ def lose(kind: str, fault: Fault, restart: Any = RAISE) -> tuple[Any, int]:
     """Take three steps, and one more; return the error of the env with the fault, and its index."""
     culprit = partial(FaultyEnv, fault=fault)
     env_fns = [culprit] if kind == "subprocess_env" else [CounterEnv, culprit]
-    with Face(kind, env_fns, restart=restart, deadlines=Deadlines(step=0.5, close=1.0)) as face:
+    with Face(kind, env_fns, restart=restart, deadlines=Deadlines(step=0.8, close=1.0)) as face:
         face.reset(SEED)
         for _ in range(3):
             face.step([1, 1])
@@ -139,7 +139,7 @@ def test_a_hang_is_told_with_its_deadline_and_where_it_hung(kind: str, manner: A
     assert isinstance(error, WorkerHungError)
     assert isinstance(error, TimeoutError)
     assert_located(error, index)
-    assert "deadline of 0.5 s" in str(error)
+    assert "deadline of 0.8 s" in str(error)
     place = "_hang_in_c" if manner == "hang_c" else "_end_or_hang"
     assert place in error.stack
     assert place in str(error)

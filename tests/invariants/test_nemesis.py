@@ -28,7 +28,7 @@ from multienv import Deadlines, Recovery
 STRIKES = int(os.environ.get("NEMESIS", "5"))
 # Strikes that one request meets at most: an env whose way back meets more is given up, and truncated.
 MOST = 4
-DEADLINES = Deadlines(step=0.5, reset=0.5, call=0.5)
+DEADLINES = Deadlines(step=1.0, reset=1.0, call=1.0)
 
 
 def run_program(face: Face, seed: int, goes_on: Callable[[int], bool]) -> list[Any]:
@@ -102,7 +102,7 @@ class Nemesis:
             return any(send(one, signal.SIGKILL) for one in sorted(descendants(worker))[-1:])
         if kind == "stop":  # it goes on before its deadline, or after it is given up
             sent = send(worker, signal.SIGSTOP)
-            self._stop.wait(self._dice.uniform(0.0, 0.8))
+            self._stop.wait(self._dice.uniform(0.0, 1.6))
             send(worker, signal.SIGCONT)
             return sent
         return send(worker, signal.SIGSEGV if kind == "crash" else signal.SIGKILL)

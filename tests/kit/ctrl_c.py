@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import multienv
-from kit.trainer_process import STUCK_AFTER, becomes_true
+from kit.trainer_process import becomes_true
 from multienv._engine.processes import worker_process
 from multienv._engine.wire.segment import TRAINER_SLEEPS
 
@@ -27,8 +27,8 @@ def ctrl_c(directory: Path, pids: Sequence[int] = ()) -> Iterator[None]:
     """Press Ctrl-C while the env waits at its gate, and open the gate when the block has been left."""
 
     def press() -> None:
-        assert becomes_true((directory / "waits").exists, STUCK_AFTER)
-        assert becomes_true(is_waiting, STUCK_AFTER)  # the worker may have begun while the trainer was still sending
+        assert becomes_true((directory / "waits").exists)
+        assert becomes_true(is_waiting)  # the worker may have begun while the trainer was still sending
         for pid in pids:  # a terminal sends it to all of its foreground group
             os.kill(pid, signal.SIGINT)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

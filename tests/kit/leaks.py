@@ -13,16 +13,14 @@ import os
 import secrets
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kit.patience import Patience
 from kit.process_table import Mark, ProcessRecord, family, mark_descendants, tokens
-
-POLL_SECONDS = 0.01
 
 # Descriptors of this process that a library has opened and will not close. Who makes one do so adds them.
 kept_by_libraries: set[int] = set()
@@ -130,18 +128,14 @@ def assert_nothing_left(
 
     Args:
         before: A snapshot made by this process. Threads are compared if it has them.
-        timeout: How long what is on its way out may take.
+        timeout: Seconds that what is on its way out may take, see `Patience`.
         ignore: Says what may stay, asked anew at each look.
     """
-    deadline = time.monotonic() + timeout
-    while True:
-        is_last = time.monotonic() >= deadline
-        left = list(_what_is_left(before, snapshot_resources(threads=before.threads is not None), ignore()))
-        if not left:
-            return
-        if is_last:
+    patience, lasts = Patience(timeout), True
+    while left := list(_what_is_left(before, snapshot_resources(threads=before.threads is not None), ignore())):
+        if not lasts:
             raise LeakError("\n  ".join([f"{len(left)} left behind after {timeout:g} s:", *left]))
-        time.sleep(POLL_SECONDS)
+        lasts = patience.lasts()
 
 
 @contextmanager

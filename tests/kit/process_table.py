@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 MARK_VARIABLE = "MULTIENV_TESTING_MARKS"
@@ -122,5 +121,10 @@ def _below(pid: int, table: Iterable[ProcessRecord]) -> dict[int, ProcessRecord]
 def _bytes_of(pid: int, name: str) -> bytes:
     """All of a file of a process; nothing if it is gone, or not for us."""
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        return Path("/proc", str(pid), name).read_bytes()
+        # A Path takes twice as long, and hundreds are read for each test.
+        file = os.open(f"/proc/{pid}/{name}", os.O_RDONLY)
+        try:
+            return b"".join(iter(lambda: os.read(file, 65_536), b""))
+        finally:
+            os.close(file)
     return b""

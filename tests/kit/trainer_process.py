@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import multienv
+from kit.patience import Patience
 
 TESTS = Path(__file__).parents[1]
 # And the library under test, wherever it has been imported from here.
@@ -39,8 +40,8 @@ TOKEN_VARIABLE = "MULTIENV_TEST_TRAINER"
 
 # DESIGN, invariant 7.
 GONE_WITHIN = 2.0
-# No trainer here takes more than a few seconds; this only ends one that is stuck.
-STUCK_AFTER = 30.0
+# Nothing here takes more than a few seconds; this only ends what is stuck.
+STUCK_AFTER = 60.0
 
 
 class Trainer:
@@ -124,7 +125,7 @@ class Trainer:
 
     def assert_nothing_lives(self) -> None:
         """Fail unless all that it started ends within GONE_WITHIN seconds."""
-        if not becomes_true(lambda: not self.family()):
+        if not becomes_true(lambda: not self.family(), GONE_WITHIN):
             left = "\n  ".join(f"{pid}: {command}" for pid, command in self.family().items())
             raise AssertionError(f"alive {GONE_WITHIN:g} s after the trainer:\n  {left}{self._diagnosis()}")
 
@@ -144,7 +145,7 @@ class Trainer:
         self.process.kill()
         self.process.wait()
         # The monitor first gets time to end: killed, it would leave its temporary folder.
-        becomes_true(lambda: not self.family())
+        becomes_true(lambda: not self.family(), GONE_WITHIN)
         for pid in self.family():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -160,11 +161,10 @@ def run(module: str, function: str, *arguments: Any, within: float = STUCK_AFTER
         return trainer.succeed(within)
 
 
-def becomes_true(condition: Callable[[], bool], within: float = GONE_WITHIN) -> bool:
-    """Whether the condition holds at some moment within so many seconds."""
-    deadline = time.monotonic() + within
+def becomes_true(condition: Callable[[], bool], within: float = STUCK_AFTER) -> bool:
+    """Whether the condition holds at some moment within so many seconds, see `Patience`."""
+    patience = Patience(within)
     while not condition():
-        if time.monotonic() > deadline:
+        if not patience.lasts():
             return condition()
-        time.sleep(0.02)
     return True

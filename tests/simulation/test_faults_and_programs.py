@@ -75,17 +75,22 @@ def test_two_envs_that_end_every_process_in_the_same_step_are_truncated_and_no_o
     assert play.truncated == 2
 
 
-@pytest.mark.parametrize("rates", [(1 / 300, 1 / 500), (1 / 60, 1 / 200)], ids=str)
+STEPS = 300
+
+
+@pytest.mark.parametrize(
+    "rates", [pytest.param((1 / 300, 1 / 500), marks=pytest.mark.soak), (1 / 60, 1 / 200)], ids=str
+)
 @pytest.mark.parametrize("face", list(FACES))
 def test_envs_that_crash_and_hang_by_chance_go_on(
     face: str, rates: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a step, in its repeat, and in what a copy repeats of ten steps: no healthy step is given up."""
     monkeypatch.setattr(programs, "constants_of", lambda seed: Constants(snapshot_every=10))
-    ops = (("reset", 7), *[("step", step % 10) for step in range(500)])
+    ops = (("reset", 7), *[("step", step % 10) for step in range(STEPS)])
     play = Run(Case(face, "snapshot", ops, rates=rates))
     losses = len(play.play().struck)
-    assert losses > 500 * sum(rates)
+    assert losses > STEPS * sum(rates)
     assert play.truncated == 0
 
 

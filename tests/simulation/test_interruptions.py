@@ -36,7 +36,7 @@ def check_each_place(base: Case, first: int, stride: int) -> None:
     assert place > 1000, "nothing was interrupted"
 
 
-@pytest.mark.parametrize("stride", [3229, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [6469, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("base", "losses"),
     [
