@@ -19,7 +19,7 @@ from simulation.schedules import BRANCHES, CALLS, EPISODES, PACES, REPLAYS, ROLL
 from simulation.simulation import CRASHED, Fault, Simulation
 
 SEED = 1
-CHUNKS, RUNS = 10, 12
+CHUNKS, RUNS = 10, 20
 ROLLOUTS_WITHOUT_CALLS, PACES_WITHOUT_CALLS = (tuple(op for op in ops if op[0] != "call") for ops in (ROLLOUTS, PACES))
 HANGS = [Fault(0, "build", nth, "hang") for nth in (2, 3, 4, 5)]
 # Branches that random programs take once in hundreds of runs, or less: a program that leads there.
