@@ -15,6 +15,8 @@ from multienv._engine.processes.channel import FIRST_SLEEP_SECONDS, SPIN_SECONDS
 from multienv._engine.threads import Bell
 from multienv._engine.wire.segment import BOUND, REPLY, TRAINER_SLEEPS
 
+_MOST = 256  # events that one look at the descriptors returns
+
 
 def take_answered(asked: dict[int, tuple[Any, int]]) -> list[int]:
     """Take out the members that have answered, and return them.
@@ -73,9 +75,8 @@ class Watch:
 
     def __init__(self, bell: Bell) -> None:
         self._bell, self.has_waited, self._sleeps, self._is_rung = bell, False, False, False
-        has_epoll = hasattr(select, "epoll")
-        self._poller: Any = select.epoll() if has_epoll else select.poll()
-        self._second = 1 if has_epoll else 1000  # in the unit of time that its poll() takes
+        self._has_epoll = hasattr(select, "epoll")
+        self._poller: Any = select.epoll() if self._has_epoll else select.poll()
         self._poller.register(bell.descriptor, select.POLLIN)
         self._channels: dict[int, Channel] = {}
         self._descriptors: dict[int, tuple[int, ...]] = {}
@@ -221,7 +222,11 @@ class Watch:
 
     @interruptible
     def _poll(self, seconds: float) -> list[int]:
-        return [descriptor for descriptor, _ in self._poller.poll(max(0.0, seconds) * self._second)]
+        if self._has_epoll:
+            found = self._poller.poll(max(0.0, seconds), _MOST)
+        else:
+            found = self._poller.poll(max(0.0, seconds) * 1000)
+        return [descriptor for descriptor, _ in found]
 
     def end(self) -> None:
         """Have the workers send no wake bytes any more."""
