@@ -401,6 +401,7 @@ class Monitor:
 
     def _preload(self, order: Order, descriptors: list[int]) -> None:
         """Begin a template; one with this token begins anew, because there is more to import."""
+        self._ends_at = time.monotonic() + IDLE  # a launch follows: to end before it would be an import in vain
         template = self._templates.get(order.token)
         if template is None:
             template = self._templates[order.token] = Template(order.title, self._folder)
