@@ -8,6 +8,8 @@ The Python code is the reference, line for line:
     Step                  a worker's step           worker/stepper.py
     serve                 a worker's loop           worker/main.py
     write_digests         digests of observations   wire/digests.py
+    take_answered,        who has answered          processes/watch.py
+    awaits_on
 
 This file knows segments, words, records and buffers. States, policies and errors stay Python: whatever is not plain is
 left to the reference, for one worker or one result at a time.
@@ -170,8 +172,8 @@ typedef struct {
     Py_ssize_t offset;
 } Field;
 
-#define NAMES(X) X(acquire) X(columns) X(count_plain) X(dtype) X(is_answered) X(is_astray) X(layout) X(release)        \
-    X(view) X(with_infos)
+#define NAMES(X) X(acquire) X(columns) X(count_plain) X(dtype) X(is_astray) X(layout) X(release) X(view)               \
+    X(wait_plain) X(with_infos)
 #define CONSTANTS(X) X(SPIN_SECONDS) X(MISSING) X(MultienvError) X(RUNNING) X(SAMPLE) X(monotonic) X(BEGINS) X(_PATIENCE)
 
 #define DECLARE_NAME(word) static PyObject *s_##word;
@@ -942,7 +944,7 @@ wait_for(PyObject *supervisor, Hot *hot, PyObject *number, int64_t request, Coll
         return -1;
     }
     PyObject *until = collecting->until == NULL ? Py_None : collecting->until;
-    PyObject *answer = PyObject_CallMethodObjArgs(supervisor, s_is_answered, number, until, NULL);
+    PyObject *answer = PyObject_CallMethodObjArgs(supervisor, s_wait_plain, number, until, NULL);
     is_there = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     return is_there;

@@ -35,7 +35,7 @@ from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_m
 from multienv.errors import EnvsFailedError, ResultNotPicklableError, UsageError
 from multienv.events import Hook, Statistics
 
-Face = TypeVar("Face", bound="SupervisedEnv")
+SupervisedEnvT = TypeVar("SupervisedEnvT", bound="SupervisedEnv")
 _OWN_METHODS = frozenset(("reset", "step", "render", "close"))
 _SPACES = frozenset(("observation_space", "action_space"))
 
@@ -473,7 +473,7 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Unpack[WorkerOpt
     )
 
 
-def built_envs(what: str, envs: list[Face]) -> list[Face]:
+def built_envs(what: str, envs: list[SupervisedEnvT]) -> list[SupervisedEnvT]:
     """Start all envs, build them in parallel and return them; close them all if one fails.
 
     Args:

@@ -63,7 +63,7 @@ from multienv.vector.shared_workers import SharedWorkers, rows_of
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Array, Array, Array, Any]
-Some = tuple[Any, Array, Array, Array, Any, Array]
+ReadyRows = tuple[Any, Array, Array, Array, Any, Array]
 _ERRORS, _EXTRAS = attrgetter("errors"), attrgetter("extras")
 
 
@@ -372,7 +372,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if envs:
             stream.send("step", envs, self._cut(actions, envs))
 
-    def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> Some:
+    def recv(self, k: int | None = None, at_most: int | None = None, timeout: float | None = None) -> ReadyRows:
         """Wait for the first ``k`` envs that are ready, among those that :meth:`send` or ``reset_async`` has sent to.
 
         Args:

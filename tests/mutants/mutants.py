@@ -486,7 +486,7 @@ MUTANTS = [
     Mutant(
         "A build that raises in a recovery is not tried again.",
         3,
-        "recoverer:Recoverer.restart",
+        "recoverer:Recoverer.build_process",
         "left < 2 * _LEAST_PAUSE",
         "True",
         CODE,
@@ -684,7 +684,7 @@ MUTANTS = [
     Mutant(
         "After a replay has led elsewhere an env of a batch is still replayed from resets before that.",
         3,
-        "recoverer:Revived.record_source",
+        "recoverer:Revived.trim_journal",
         "journal.drop_replay_points(self.mismatches)",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
@@ -739,7 +739,7 @@ MUTANTS = [
     Mutant(
         "A process that replaces another by plan takes no snapshot at once.",
         2,
-        "recoverer:Recoverer._restart",
+        "recoverer:Recoverer._build_until_alive",
         "replacement=True",
         "replacement=not progress.planned",
         ("tests/faults/test_snapshots.py",),
@@ -1008,7 +1008,7 @@ MUTANTS = [
     Mutant(
         "A snapshot from before an env asked outside is woken.",
         3,
-        "loss_recovery:useful_snapshot",
+        "loss_recovery:usable_snapshot",
         "snapshot < lost.segment.words[ASKED_OUTSIDE]",
         "snapshot < 0",
         ("tests/simulation/test_faults_and_programs.py::test_a_server_is_not_asked_again_by_a_woken_copy",),
@@ -1041,7 +1041,7 @@ MUTANTS = [
         "The hot path takes whatever reply there is, whatever its number.",
         4,
         "hot_path:collect_plain",
-        "not supervisor.is_answered(number, until)",
+        "not supervisor.wait_plain(number, until)",
         "not words[REPLY]",
     ),
     Mutant(
@@ -1095,7 +1095,7 @@ MUTANTS = [
     Mutant(
         "recv() returns all plain answers that have come, whatever at_most says.",
         4,
-        "stream:Stream._collect_plain",
+        "stream:Stream._collect_plain_at_once",
         "ready is not None and wanted <= len(ready.envs) <= most",
         "ready is not None and wanted <= len(ready.envs)",
         OWN_PACE,
@@ -1227,7 +1227,7 @@ MUTANTS = [
     Mutant(
         "After a process was replaced by plan replays begin at the construction again.",
         5,
-        "recoverer:Revived.record_source",
+        "recoverer:Revived.trim_journal",
         "journal.drop_before(self.source.plan)",
         "",
         ("tests/invariants/test_5_recovery_is_bounded.py",),
@@ -1469,7 +1469,7 @@ MUTANTS = [
     Mutant(
         "Envs are recovered from a snapshot that has executed a request which was taken back.",
         8,
-        "loss_recovery:useful_snapshot",
+        "loss_recovery:usable_snapshot",
         "snapshot > number",
         "snapshot < 0",
         ("tests/simulation/test_single_faults.py",),
@@ -1679,7 +1679,7 @@ MUTANTS = [
     Mutant(
         "An env_fn that has raised for all of a recovery is called for as long again by the next reset.",
         5,
-        "recoverer:Recoverer.restart",
+        "recoverer:Recoverer.build_process",
         "left < 2 * _LEAST_PAUSE or self._was_given_up",
         "left < 2 * _LEAST_PAUSE",
         ("tests/contract/test_building.py",),

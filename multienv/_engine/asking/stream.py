@@ -254,7 +254,7 @@ class Stream:
             raise UsageError(f"recv(): the results of {coming} envs can come. Ask for 1 to {coming} of them.")
         most = wanted if at_most is None else at_most
         if len(self._ready) < most:
-            ready = self._collect_plain(wanted, most)
+            ready = self._collect_plain_at_once(wanted, most)
             if ready is not None:
                 return ready
         while len(self._ready) < wanted:
@@ -272,7 +272,7 @@ class Stream:
         errors = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
         return ReadyBatch(envs, [one.answer for one in results], resets=resets, errors=errors)
 
-    def _collect_plain(self, wanted: int, most: int) -> ReadyBatch | None:
+    def _collect_plain_at_once(self, wanted: int, most: int) -> ReadyBatch | None:
         """Collect what has come, without a wait. Return it if it is plain, and all that the caller gets."""
         current = self._round()
         is_first = not (self._ready or current.answers)
@@ -311,7 +311,7 @@ class Stream:
         )
 
     def deliver(self, envs: Collection[int], in_round: Collection[int] = ()) -> None:
-        """Mark these envs as delivered. Must be the last statement before ``return``.
+        """Mark these envs as delivered. No call may follow it before the caller has the results.
 
         Ctrl-C that came in the call is raised before. ``in_round``: see :class:`ReadyBatch`.
         """

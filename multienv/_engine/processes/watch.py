@@ -70,7 +70,7 @@ class Watch:
         bell: Ends a wait when it is rung.
 
     Attributes:
-        has_waited: What was heard last was not there at the first look.
+        has_waited: What the last wait returned was not there at the first look.
     """
 
     def __init__(self, bell: Bell) -> None:
@@ -142,7 +142,7 @@ class Watch:
         with contextlib.suppress(OSError, KeyError):  # it is closed, or was never registered
             self._poller.unregister(descriptor)
 
-    def heard(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
+    def wait(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
         """Return the members that have answered, and those whose process has ended; if there are none, wait for one.
 
         Args:

@@ -1,8 +1,8 @@
 """Make the caller's answer from a reply: read the bank and the payload, and write truncations over lost slots.
 
 A single env is a batch of one, whose caller gets only slot 0. A truncation shows the observation that the caller saw
-last, which the worker's position holds. Reading a reply changes nothing, so it can be repeated: the supervisor commits
-the ``Reply`` together with the end of the request.
+last, which the worker's position holds. A reply that is read again gives the same, because reading changes nothing that
+the caller has seen: the supervisor commits the ``Reply`` together with the end of the request.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Answers:
             return info
         return {"final_obs": self._last_observation(segment, slot), "final_info": info, **info}
 
-    def plain_answer(self, segment: Segment, number: int) -> RowsReply | Transition | None:
+    def answer_with_pickled_infos(self, segment: Segment, number: int) -> RowsReply | Transition | None:
         """Return the answer to a plain step of which some infos are pickled; ``None`` if they cannot be read."""
         payload = segment.read_reply_payload(number)  # without a pickled part: the rows hold all
         try:

@@ -235,7 +235,7 @@ def collect_plain(  # noqa: C901 - one loop, because each call counts here
             if not spins:
                 if until is None and len(members) > 1:
                     until = monotonic() + _PATIENCE
-                if not supervisor.is_answered(number, until):
+                if not supervisor.wait_plain(number, until):
                     is_left = True
                     continue
             meaning = buffers.meanings.get(buffers.heads[side][0])

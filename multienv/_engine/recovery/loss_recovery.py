@@ -51,7 +51,7 @@ def slot_to_blame(gone: Gone, state: State, number: int, slots: int) -> int:
     return 0 if slots == 1 else gone.slot
 
 
-def useful_snapshot(gone: Gone, lost: Channel, number: int) -> int | None:
+def usable_snapshot(gone: Gone, lost: Channel, number: int) -> int | None:
     """Return which snapshot of a lost process the envs may come from: number of the last request executed in it.
 
     Args:
@@ -110,7 +110,7 @@ class LossRecovery:
         self.long_past = long_past and state.losses >= least
         entry = partial(pending.journal_entry, lost.segment, number, state.request)
         self.loss = reporter.report_loss(gone, state.command, slot, pending.limit, entry)
-        self.progress, self._lost, self._snapshot = progress, lost, useful_snapshot(gone, lost, position.number)
+        self.progress, self._lost, self._snapshot = progress, lost, usable_snapshot(gone, lost, position.number)
         self._recoverer, self._reporter, self._position = recoverer, reporter, position
         is_past = self.long_past and gone.cause == "died"
         self.event = Lost(gone.cause, slot, gone.is_from_outside, what_happened(self.loss), is_past, progress.tries)

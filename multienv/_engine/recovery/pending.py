@@ -280,7 +280,7 @@ class Pending:
             assert request is not None
             alone = request.left_alone
             flag = SKIPPED if state.skipped or alone else 0
-            if request.is_plain_step:
+            if request.is_single_step:
                 bank.view[1] = bank.view[1] & ~SKIPPED | flag
             else:
                 if self.message is PLAIN_RESET:
@@ -424,13 +424,13 @@ class Pending:
 
     def payload_of(self, segment: Segment, number: int, request: Request) -> bytes:
         """Return what the request carries beside its bank."""
-        return _step_in(segment, number)[1] if request.is_plain_step else self.payload
+        return _step_in(segment, number)[1] if request.is_single_step else self.payload
 
     def journal_entry(self, segment: Segment, number: int, request: Request | None, layout: BankLayout) -> bytes:
         """Return the request as a journal entry without a reply, for a crash report."""
         if request is None:
             return b""
-        if not request.is_plain_step:
+        if not request.is_single_step:
             kind = RESET if self.message is PLAIN_RESET else MESSAGE
             part, payload = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.payload
         else:

@@ -172,8 +172,8 @@ class Revived:
         """Return the replay that brought them back; ``None``: there was none."""
         return self.source.plan if isinstance(self.source, Replayed) else None
 
-    def record_source(self, journal: Journal, number: int) -> None:
-        """Record in the journal, whose last request has this number, where the envs come from."""
+    def trim_journal(self, journal: Journal, number: int) -> None:
+        """Drop from the journal, whose last request has this number, what is no past of the envs any more."""
         if isinstance(self.source, NewEnvs):
             journal.clear(number, self.source.calls)
         elif isinstance(self.source, Replayed):
@@ -622,7 +622,7 @@ class Recoverer:
         if isinstance(source, Replayed | NewEnvs):
             missing = source.plan.missing.keys() - set(rules.new_slots) if isinstance(source, Replayed) else ()
             try:
-                return self.restart(build, progress, missing)
+                return self.build_process(build, progress, missing)
             except RequestFailedError as failed:
                 # Without its frames, which would keep a segment mapped as long as the caller keeps the error.
                 raise NotBuilt(_why_not_built(failed), failed.failure) from failed.with_traceback(None)
@@ -690,7 +690,7 @@ class Recoverer:
         plan = None if number is None else self._journal.plan_since(number)
         return None if plan is None or number is None else NewestSnapshot(channel, number, plan)
 
-    def restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int] = ()) -> Channel:
+    def build_process(self, build: Build, progress: RecoveryProgress, lost: Collection[int] = ()) -> Channel:
         """Launch a process, wait until its envs are built and return its channel; if it dies before, try again.
 
         If ``env_fn`` raises, too: its source may be half saved, a package half installed, a port not free yet. The
@@ -708,7 +708,7 @@ class Recoverer:
         while True:
             tries += 1
             try:
-                channel = self._restart_in_turn(build, progress, lost)
+                channel = self._build_in_turn(build, progress, lost)
             except RequestFailedError as error:
                 failed = error.with_traceback(None)  # its frames would keep a segment mapped
             except Unrecoverable:
@@ -730,21 +730,21 @@ class Recoverer:
             progress.doing = f"building again in a new process, because {_why_not_built(failed)}"
             self._pause(time.monotonic() + pause, progress, progress.doing)
 
-    def _restart_in_turn(self, build: Build, progress: RecoveryProgress, lost: Collection[int]) -> Channel:
+    def _build_in_turn(self, build: Build, progress: RecoveryProgress, lost: Collection[int]) -> Channel:
         turns = self.turns
         if turns is None:
-            return self._restart(build, progress, lost)
+            return self._build_until_alive(build, progress, lost)
         while not turns.acquire(self):
             self._check_time(progress)
             if time.monotonic() >= progress.log_at:
                 self._log_doing(progress, "waiting while other workers build their envs (starts_at_once)")
             interrupts.sleep(_LOOK)
         try:
-            return self._restart(build, progress, lost)
+            return self._build_until_alive(build, progress, lost)
         finally:
             turns.release(self)
 
-    def _restart(self, build: Build, progress: RecoveryProgress, lost: Collection[int]) -> Channel:
+    def _build_until_alive(self, build: Build, progress: RecoveryProgress, lost: Collection[int]) -> Channel:
         deaths = Counter[bool]()
         while True:
             self._check_time(progress)

@@ -80,7 +80,7 @@ class Request(NamedTuple):
     steps: int = 0
 
     @property
-    def is_plain_step(self) -> bool:
+    def is_single_step(self) -> bool:
         """Tell whether the request is one step, stored in its bank. All other requests are sent as messages."""
         return self.kind is Kind.STEP and not self.steps
 
@@ -134,10 +134,10 @@ class State(NamedTuple):
         return "snapshot" if self.request is None else self.request.name
 
     @property
-    def is_plain(self) -> bool:
+    def steps_all_slots(self) -> bool:
         """Tell whether a step is pending in which all slots take part."""
         request = self.request
-        return request is not None and request.is_plain_step and request.touched is None and not self.skipped
+        return request is not None and request.is_single_step and request.touched is None and not self.skipped
 
 
 _STEP, _STEP_ASYNC = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", waits=False)
@@ -358,7 +358,9 @@ def _is_all_skipped(state: State, rules: Rules) -> bool:
         return False
     if not _resets_itself(state, rules):
         return True
-    return state.process is Process.NONE and request.is_plain_step and not _touches_other(state, state.not_reset, rules)
+    return (
+        state.process is Process.NONE and request.is_single_step and not _touches_other(state, state.not_reset, rules)
+    )
 
 
 def _touches_other(state: State, slots: Container[int], rules: Rules) -> bool:

@@ -1,13 +1,12 @@
 """Keeps the envs of one worker alive: what is sent, what is answered, and what happens when the process is lost.
 
-A step: ``send_step`` sends it, ``collect`` waits for its reply, and ``_commit`` stores the answer and the state in one
-assignment. The module ``hot_path`` does all that for the plain steps of many workers.
+A plain step does not come here, not even that of a single env: the module ``hot_path`` sends and commits it. Any other:
+``send_step`` sends it, ``collect`` waits for its reply, and ``_commit`` stores answer and state in one assignment.
 
-A death: the wait raises ``Gone``. ``_handle_loss`` asks the module ``state_machine`` what follows. ``_do_recover`` has
-the envs brought back, from one of the sources that ``way_back`` lists, and verified; ``take_over`` makes their process
-the worker's. ``_do_ask`` sends the request again, without the slots that are truncated, and ``_commit_reply`` commits.
-
-The ``Position`` holds what the caller has seen.
+A death: a wait raises ``Gone``. The hot path leaves it to ``collect``, where ``_do_ask`` meets it again, and
+``_handle_loss`` asks the module ``state_machine`` what follows. ``_do_recover`` has the envs brought back, from one of
+the sources that ``way_back`` lists, and verified; ``take_over`` makes their process the worker's. ``_do_ask`` sends the
+request again, without the slots that are truncated, and ``_commit_reply`` commits.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
 and the next call collects it. Another signal handler may raise anywhere: then the process is marked as lost
@@ -365,11 +364,11 @@ class Supervisor:
                 raise self.last_answer
             return self.last_answer
 
-    def is_answered(self, number: int, until: float | None) -> bool:
-        """Wait for the reply to a step or a plain reset; tell whether it is there.
+    def wait_plain(self, number: int, until: float | None) -> bool:
+        """Wait for the reply to a step or a plain reset, for the hot path; tell whether it is there.
 
-        The hot path calls this. False also means that the process has ended: :meth:`collect` waits once more, finds
-        that again, and handles the loss. With ``until`` nothing is done about the deadline of the request, either.
+        False also means that the process has ended: :meth:`collect` waits once more, finds that again, and handles the
+        loss. With ``until`` nothing is done about the deadline of the request, either.
         """
         if until is not None and time.monotonic() >= until:
             return False
@@ -382,7 +381,7 @@ class Supervisor:
 
     def with_infos(self, number: int) -> Any:
         """Return the plain answer with pickled infos; ``None`` if they cannot be read, which the slow path tells of."""
-        return self.answers.plain_answer(self.segment, number)
+        return self.answers.answer_with_pickled_infos(self.segment, number)
 
     def _wait(self, number: int, until: float | None, *, ends_overdue: bool = True) -> bool:
         channel = self.channel
@@ -504,14 +503,14 @@ class Supervisor:
         number, state = self.position.number + 1, self.state
         try:
             self._publish()
-            if until is None and state.is_plain and not collect_plain((self,), (0,), [MISSING], state):
+            if until is None and state.steps_all_slots and not collect_plain((self,), (0,), [MISSING], state):
                 return Instruction.DELIVER  # as if no process had been lost
             if not self._wait(number, until):
                 raise WaitTimeout(
                     f"{self.state.command}() has not answered in time. It is still running: wait again, or close()."
                 )
             self._commit_reply(number)
-        except Gone as gone:  # is_answered() has swallowed it there: the channel raises it again in each wait
+        except Gone as gone:  # wait_plain() has swallowed it there: the channel raises it again in each wait
             self._refuse_if_unusable("collect")
             return self._handle_loss(gone)
         return Instruction.DELIVER
@@ -520,7 +519,7 @@ class Supervisor:
         """Commit the loss of the process, and report it; return what the policy says to do."""
         state, request, channel, number = self.state, self.state.request, self.channel, self.position.number + 1
         assert channel is not None
-        if request is not None and request.is_plain_step:
+        if request is not None and request.is_single_step:
             self.pending.save_step(channel.segment, number)
         self.position.journal.drop_after(number - 1)
         earlier = self.loss_recovery.progress if self.loss_recovery is not None and state.losses else None
@@ -693,7 +692,7 @@ class Supervisor:
         position, channel, old = self.position, revived.channel, self.channel
         code = self.recoverer.code.shared(channel.code) if channel.code else revived.build.code
         position.build = replace(revived.build, code=code)
-        revived.record_source(position.journal, position.number)
+        revived.trim_journal(position.journal, position.number)
         position.move_to(channel.segment, self.segment)
         self.answers.points_in, self._long_past = 0, long_past
         self.channel, self.segment, self.buffers = channel, channel.segment, None  # made for the first request
