@@ -408,7 +408,7 @@ class SimulatedWatch:
         self.known.pop(member, None)
 
     @interruptible
-    def wait(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
+    def wait_for_news(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
         answered, ended = self._sorted(self.asked)
         if answered or ended or until <= self.simulation.now:
             return answered, ended

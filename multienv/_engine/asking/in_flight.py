@@ -213,7 +213,9 @@ class InFlight:
         polls_all = now >= self._poll_all_at
         if polls_all or self._poll_now:
             others += self._poll_members(members, current, now, polls_all=polls_all)
-        answered, ended = self._watch.wait(-inf if others else min(until, self._poll_all_at), looks_for_ends=polls_all)
+        answered, ended = self._watch.wait_for_news(
+            -inf if others else min(until, self._poll_all_at), looks_for_ends=polls_all
+        )
         if self._slow:
             # Else an answer may have lain there while the trainer was elsewhere.
             if self._watch.has_waited or now - self._heard_at < _BRIEF:
