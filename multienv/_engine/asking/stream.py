@@ -30,7 +30,7 @@ from multienv._engine.asking.fanout import FanOut
 from multienv._engine.asking.in_flight import InFlight, ReadyBatch, Result, Sharing
 from multienv._engine.asking.members import Requests, Round
 from multienv._engine.threads import Bell
-from multienv.config import check_count, check_seconds
+from multienv.config import check_seconds, checked_count
 from multienv.errors import CallPendingError, ClosedError, MultienvError, UsageError, WaitTimeout
 from multienv.events import Statistics
 
@@ -434,7 +434,6 @@ def _nothing() -> None:
 
 def _check_counts(count: Any, at_most: Any) -> None:
     for name, given in (("k", count), ("at_most", at_most)):
-        if given is not None:
-            check_count(f"recv(): {name}", given, words=", or None")
+        checked_count(f"recv(): {name}", given, needed=False)
     if count is not None and at_most is not None and at_most < count:
         raise UsageError(f"recv(): at_most={at_most} is less than k={count}.")
