@@ -297,28 +297,24 @@ class Reporter:
     def report_truncated_errors(self, errors: Iterable[tuple[int, Exception]], pid: int | None) -> None:
         """Report the exceptions of envs, by slot, that ended their episodes, as ``on_error="truncate"`` says."""
         for slot, error in errors:
-            self._report_truncated_error(slot, error, pid)
-
-    def _report_truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
-        index = self.index_of(slot)
-        text = f"An exception of the env ended its episode (on_error='truncate'): {error}"
-        line = self._repeats.line((index, type(error).__name__), "truncated", text, time.monotonic())
-        if line:
-            logger.warning("%s", line, exc_info=error if line == text else None)
-        loss = Loss(
-            env_index=index,
-            cause="error",
-            command="step",
-            step=self.episode_steps(slot, "step"),
-            seed=self.seed_of(slot, "step"),
-            pid=pid,
-            stack=getattr(error, "remote_traceback", ""),
-        )
-        self._losses += 1
-        self._outcomes["truncated"] += 1
-        self.last_loss = loss
-        self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
-        self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
+            index = self.index_of(slot)
+            text = f"An exception of the env ended its episode (on_error='truncate'): {error}"
+            line = self._repeats.line((index, type(error).__name__), "truncated", text, time.monotonic())
+            if line:
+                logger.warning("%s", line, exc_info=error if line == text else None)
+            loss = self.last_loss = Loss(
+                env_index=index,
+                cause="error",
+                command="step",
+                step=self.episode_steps(slot, "step"),
+                seed=self.seed_of(slot, "step"),
+                pid=pid,
+                stack=getattr(error, "remote_traceback", ""),
+            )
+            self._losses += 1
+            self._outcomes["truncated"] += 1
+            self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
+            self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
 
     def report_recycling(
         self,
