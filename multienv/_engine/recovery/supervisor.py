@@ -119,8 +119,7 @@ def _refuse_in_child() -> None:
         supervisor._commit(Closed())
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_refuse_in_child)
+os.register_at_fork(after_in_child=_refuse_in_child)
 
 
 def abandon_all(workers: Iterable[Supervisor]) -> None:
