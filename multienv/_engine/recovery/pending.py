@@ -216,7 +216,6 @@ class Pending:
         limit = self.limit_of(request.kind, request.steps)
         if limit is None or self.limit != limit or not self._is_found(request, number):  # else it has got some before
             return False
-        sometimes("a deadline that was found from the times seen is raised")
         self.limit = LONGER * limit
         return True
 
@@ -240,7 +239,6 @@ class Pending:
     def _write_saved_step(self, segment: Segment, number: int) -> None:
         """Write a saved step into the segment of another process."""
         if self._saved is not None and self._saved[0] == number:
-            sometimes("a step is asked of another process")
             _, part, payload = self._saved
             bank = segment.banks[number & 1]
             bank.view[: len(part)] = part
@@ -375,7 +373,6 @@ class Pending:
                 return False
             now = time.monotonic()
             if self._overdue_at(channel, number, request) <= now:
-                sometimes("a request hangs")
                 raise channel.kill(cause="hung", stack=True)
             if self._silence[1] <= now:
                 self._silence = number, inf

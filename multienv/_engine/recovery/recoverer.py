@@ -665,7 +665,6 @@ class Recoverer:
         """Repeat recorded calls and attributes in new envs."""
         if not calls:
             return
-        sometimes("calls and attributes set are repeated in new envs")
         until, limit = progress.until, self._deadlines.call
         if until is not None:  # one that hangs must leave time for a process without them
             until = (time.monotonic() + until) / 2

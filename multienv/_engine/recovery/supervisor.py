@@ -439,7 +439,6 @@ class Supervisor:
             raise NoAsyncCallError("There is no request whose answer could be collected.", "collect")
         while instruction not in (Instruction.DELIVER, Instruction.NOTHING):
             if instruction in _LONG and not recover:
-                sometimes("a thread recovers the envs")
                 raise RecoveryDue
             if instruction in _RAISED:
                 if instruction is Instruction.RAISE_POISON and request is not None and request.kind is Kind.RESET:
