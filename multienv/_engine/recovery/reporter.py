@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from multienv._engine.interrupts import runs_user_code
 from multienv._engine.processes.channel import Channel, Gone
@@ -28,7 +28,7 @@ from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT_SECONDS, SNAPSHOTS,
 from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv._engine.worker.census import OBSTACLES
 from multienv.errors import UsageError, WorkerLostError
-from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
+from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, RecyclingOutcome, Statistics
 
 logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
@@ -310,13 +310,7 @@ class Reporter:
             self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
             self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
 
-    def report_recycling(
-        self,
-        why: str,
-        outcome: Literal["exact", "replayed", "reset", "put off"],
-        reason: str,
-        progress: RecoveryProgress,
-    ) -> None:
+    def report_recycling(self, why: str, outcome: RecyclingOutcome, reason: str, progress: RecoveryProgress) -> None:
         """Report that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - progress.began
         self._recyclings[outcome] += 1
