@@ -85,6 +85,7 @@ from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import (
     PLAIN_RESET,
     Build,
+    Close,
     Description,
     GetGenerators,
     KeepSnapshot,
@@ -202,7 +203,7 @@ class Supervisor:
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
         self.recoverer = Recoverer(launcher, policy, deadlines, journal, self.reporter.log_doing, self.reporter.env_in)
-        self.closing = Closing(self.recoverer.send_close, deadlines.close)
+        self.closing = Closing(partial(self.recoverer.send, message=Close()), deadlines.close)
         self.channel: Channel | None = None
         self.loss_recovery: LossRecovery | None = None
         self._build_number = 0  # number of the request that builds the envs for the first time
@@ -876,7 +877,8 @@ class Supervisor:
             self.pending.set_request(message, b"", ASIDE)
             self.mark_lost_meanwhile()
             try:
-                answer = self.recoverer.ask(channel, message, self.pending.until)
+                number = self.recoverer.send(channel, message)
+                answer = self.recoverer.collect_answer(channel, number, self.pending.until)
             except Gone as gone:
                 sometimes("a process is lost while it is asked for a snapshot")
                 instruction = self._handle_loss(gone)
