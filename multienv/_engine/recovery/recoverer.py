@@ -712,9 +712,8 @@ class Recoverer:
             return self._restart(build, progress, lost)
         while not turns.acquire(self):
             self._check_time(progress)
-            if time.monotonic() >= progress.log_at:
-                self._log_doing(progress, "waiting while other workers build their envs (starts_at_once)")
-            interrupts.sleep(_LOOK)
+            doing = "waiting while other workers build their envs (starts_at_once)"
+            self._pause(time.monotonic() + _LOOK, progress, doing)
         try:
             return self._restart(build, progress, lost)
         finally:
