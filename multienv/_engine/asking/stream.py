@@ -54,7 +54,7 @@ class Stream:
     def __init__(self, fan: FanOut, sharing: Sharing | None = None) -> None:
         self._fan, self._sharing = fan, sharing or Sharing(len(fan.members.supervisors))
         # Returns the InFlight while the stream goes on; a weak reference: it keeps descriptors, and a manager this.
-        self._flight: Callable[[], InFlight | None] = _nothing
+        self._flight: Callable[[], InFlight | None] = lambda: None
         self._under_way: dict[int, Requests] = {}  # env → its request: sent, or waiting for its worker to be free
         self._ready: dict[int, Result] = {}  # env → what came of its request, in the order in which it came
         self._due: dict[int, None] = {}  # members that there may be something to ask
@@ -120,7 +120,7 @@ class Stream:
             while self._round().requests:  # a reset has left out all envs of a worker
                 self.collect(inf)
             self.count_seconds()
-            self._flight = _nothing
+            self._flight = lambda: None
             current.flight.close()
             self._fan.drop_round()
         self._fan.finish_interrupted(name)
@@ -426,10 +426,6 @@ class Stream:
                 raise ClosedError("The envs were closed in the middle of the call. Make new ones.")
             self._refuse()
         return current
-
-
-def _nothing() -> None:
-    return None
 
 
 def _check_counts(count: Any, at_most: Any) -> None:
