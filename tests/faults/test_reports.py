@@ -61,6 +61,7 @@ def test_a_kill_that_is_recovered(reports: Path) -> None:
     assert report["request"]["action"] == {"dtype": "int64", "shape": [], "values": 1}
     assert report["recovery"].items() >= {"outcome": "exact", "attempts": 1}.items()
     assert report["env"]["spec"]["id"] == "CartPole-v1"
+    assert report["states"][-1] == "Replied: process ready, episode running"
     assert (report["journal"]["requests"], report["journal"]["steps"]) == (4, 3)
     assert set(report["made_with"]) == {"multienv", "python", "gymnasium", "numpy", "platform"}
     assert found.replays

@@ -15,6 +15,7 @@ from typing import Any
 
 from multienv._engine.interrupts import runs_user_code
 from multienv._engine.processes.channel import Channel, Gone
+from multienv._engine.recovery import state_machine
 from multienv._engine.recovery.journal import replays_of
 from multienv._engine.recovery.position import Position
 from multienv._engine.recovery.way_back import RecoveryProgress
@@ -32,6 +33,8 @@ from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Recy
 
 logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
+# How many events of a worker are kept for crash reports.
+_PATH = 50
 # Seconds that the end of a worker waits for the log to take its warnings.
 _LOG_WITHIN = 0.5
 # Seconds between two lines of the log about losses of one kind.
@@ -104,6 +107,7 @@ class Reporter:
         seeds_asked: Seeds of the reset that was asked for last, answered or not.
         events: Hooks, each with an event that it has not been called with yet. Several fan-outs read it, so it is never
             replaced.
+        transitions: The last events and the states that they led to, but for those of plain steps.
     """
 
     def __init__(self, position: Position, index: int | None, hooks: tuple[Hook, ...], reports: Path | None) -> None:
@@ -115,6 +119,7 @@ class Reporter:
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
         self.events: deque[tuple[Callable[[Any], object], Any]] = deque()
+        self.transitions: deque[tuple[state_machine.Event, state_machine.State]] = deque(maxlen=_PATH)
         self.slots = len(position.seeds)
         self._hooks = hooks
         self._repeats = Repeats()
@@ -209,6 +214,7 @@ class Reporter:
             description=self.description,
             deadline=deadline,
             layout=None if codec is None else codec.layout,
+            path=tuple(state_machine.line_of(event, after) for event, after in tuple(self.transitions)),
         )
 
     def report_loss(

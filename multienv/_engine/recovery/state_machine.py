@@ -443,6 +443,13 @@ def name_of(state: State, *, started: bool) -> str:
     return {Episode.NONE: "ready", Episode.ENDED: "ended"}.get(state.episode, "running")
 
 
+def line_of(event: Event, after: State) -> str:
+    """Return an event and the state after it, as a line for a crash report."""
+    request = "" if after.request is None else f", {after.request.name} pending"
+    cause = f" ({event.cause}, slot {event.slot})" if isinstance(event, Lost) else ""
+    return f"{type(event).__name__}{cause}: process {after.process.value}, episode {after.episode.value}{request}"
+
+
 def _on_launched(state: State, event: Launched, rules: Rules) -> tuple[State, Instruction]:
     return state._replace(process=Process.BUILDING), Instruction.AWAIT_BUILD
 

@@ -593,6 +593,7 @@ class Supervisor:
         at, state, instruction = self.position, self.state, Instruction.NOTHING
         for event in events:
             state, instruction = decide(state, event, self.rules)
+            self.reporter.transitions.append((event, state))
         if instruction in _RAISED:
             assert self.loss_recovery is not None
             number, answer = at.number + 2, self.loss_recovery.error(instruction, state, self.state.losses, self.policy)

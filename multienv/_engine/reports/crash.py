@@ -94,6 +94,7 @@ class Case:
         description: What they are, once they have been built.
         deadline: Seconds that the request was allowed.
         layout: Of the banks that the entries were copied from.
+        path: What had happened to the worker, and the states that it was in after that; the newest last.
     """
 
     replays: Callable[[], tuple[Replay, ...]]
@@ -103,6 +104,7 @@ class Case:
     description: Description | None
     deadline: float | None
     layout: BankLayout | None
+    path: tuple[str, ...] = ()
 
 
 class CrashReports:
@@ -193,6 +195,7 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
             "directory": setting and setting.directory,
             "variables": setting and dict(setting.variables),
         },
+        "states": case.path,
         "journal": {"requests": len(steps), "steps": sum(steps)},
         "made_with": {
             "multienv": __version__,
