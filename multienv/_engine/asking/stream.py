@@ -34,6 +34,8 @@ from multienv.config import check_seconds, checked_count
 from multienv.errors import CallPendingError, ClosedError, MultienvError, UsageError, WaitTimeout
 from multienv.events import Statistics
 
+_IN_A_CALL = "A signal handler, or another thread, calls these envs in the middle of another call."
+
 
 class Stream:
     """Sends requests to envs that go at their own pace, and holds their results in the order in which they come.
@@ -297,18 +299,11 @@ class Stream:
     def refuse_nested(self, name: str = "recv") -> None:
         """Raise CallPendingError if a ``recv()`` is under way: it would wait for envs that ``name`` takes from it."""
         if self.reader:
-            raise CallPendingError(
-                f"{name}(): another thread, or what a signal handler has interrupted, is in recv() of these envs. Make "
-                "one call at a time. Nothing was sent.",
-                "recv",
-            )
+            who = "another thread, or what a signal handler has interrupted"
+            self._refuse(f"{name}(): {who}, is in recv() of these envs.", "recv")
 
-    def _refuse(self) -> NoReturn:
-        raise CallPendingError(
-            "A signal handler, or another thread, calls these envs in the middle of another call. Make one call at a "
-            "time. Nothing was sent.",
-            "send",
-        )
+    def _refuse(self, why: str = _IN_A_CALL, asked: str = "send") -> NoReturn:
+        raise CallPendingError(f"{why} Make one call at a time. Nothing was sent.", asked)
 
     def deliver(self, envs: Collection[int], in_round: Collection[int] = ()) -> None:
         """Mark these envs as delivered. Must be the last statement before ``return``.
