@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from multienv.errors import UsageError
 
@@ -17,13 +17,6 @@ OnLoss = Literal["replay", "truncate", "raise"]
 _LONGEST = 10**15
 # Less than Python with numpy needs, and more than anybody's limit in MiB or KiB.
 _LEAST_RSS = 16 * 2**20
-_ON_LOSS = ("replay", "truncate", "raise")
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "on_crash": _ON_LOSS,
-    "on_timeout": _ON_LOSS,
-    "on_error": ("raise", "truncate"),
-    "accept": ("replayed", "exact"),
-}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -102,11 +95,21 @@ def integer(value: Any) -> int | None:
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
-def check_count(name: str, value: Any, *, least: int = 1, words: str = "") -> None:
-    """Raise UsageError unless a value is an integer of at least ``least``; ``words``: what else it may be."""
+def checked_count(name: str, value: Any, *, least: int = 1, words: str = "", needed: bool = True) -> Any:
+    """Return a value as an ``int``; raise UsageError unless it is an integer of at least ``least``.
+
+    Args:
+        name: Of the value, for messages.
+        value: The value.
+        least: The least integer that is allowed.
+        words: What else would have been allowed, for messages.
+        needed: ``None`` is not allowed; else it is returned.
+    """
     number = integer(value)
-    if number is None or number < least:
+    if (value is not None or needed) and (number is None or number < least):
+        words += "" if needed else ", or None"
         raise UsageError(f"{name} is {value!r:.100}; give an integer of at least {least}{words}.")
+    return number
 
 
 def checked_seed(seed: Any) -> int | None:
@@ -236,11 +239,10 @@ class RestartPolicy:
                 raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; choose one of {choices}.")
         for name in ("backoff", "replay_limit"):
             check_seconds(f"RestartPolicy.{name}", getattr(self, name), zero=True, needed=True)
-        for name, least in (("max_restarts", 0), ("journal_limit", 0)):
-            check_count(f"RestartPolicy.{name}", getattr(self, name), least=least)
+        for name in ("max_restarts", "journal_limit"):
+            checked_count(f"RestartPolicy.{name}", getattr(self, name), least=0)
         for name in ("recycle_after_steps", "recycle_after_episodes", "max_rss"):
-            if getattr(self, name) is not None:
-                check_count(f"RestartPolicy.{name}", getattr(self, name))
+            checked_count(f"RestartPolicy.{name}", getattr(self, name), needed=False)
         if self.max_rss is not None and self.max_rss < _LEAST_RSS:
             raise UsageError(
                 f"RestartPolicy.max_rss is {self.max_rss!r}, and counts bytes: no worker is as small as that. Give "
@@ -257,6 +259,10 @@ class RestartPolicy:
         """Return whether processes are replaced by plan."""
         limits = (self.recycle_after_steps, self.recycle_after_episodes, self.max_rss)
         return any(limit is not None for limit in limits)
+
+
+# The words that an option of a policy may be, as its type says.
+_CHOICES = {name: get_args(kind) for name, kind in get_type_hints(RestartPolicy).items() if get_origin(kind) is Literal}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -295,7 +301,6 @@ class RayOptions:
         for name in ("suspect_after", "placement_timeout"):
             check_seconds(f"RayOptions.{name}", getattr(self, name), needed=True)
         for name in ("hosts", "cpus_per_host"):
-            if getattr(self, name) is not None:
-                check_count(f"RayOptions.{name}", getattr(self, name))
+            checked_count(f"RayOptions.{name}", getattr(self, name), needed=False)
         if isinstance(self.placement, str) and self.placement not in ("spread", "pack"):
             raise UsageError(f"RayOptions.placement is {self.placement!r:.100}; choose 'spread', 'pack' or node ids.")

@@ -11,6 +11,7 @@ LossCause = Literal["died", "hung", "broken"]
 Cause = LossCause | Literal["error"]
 Outcome = Literal["exact", "replayed", "truncated", "reset", "raised"]
 RecoveryMethod = Literal["snapshot", "journal", ""]
+RecyclingOutcome = Literal["exact", "replayed", "reset", "put off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Recycled:
 
     env_index: int | None
     why: str
-    outcome: Literal["exact", "replayed", "reset", "put off"]
+    outcome: RecyclingOutcome
     reason: str
     replayed: int
     seconds: float

@@ -19,7 +19,7 @@ from multienv._engine.building.building import WorkerOptions, checked_env_fn
 from multienv._engine.worker.replies import pickled
 from multienv.adapters import extra_needed
 from multienv.config import takes_options_of
-from multienv.envs.arguments import call_message, refuse_copy
+from multienv.envs.arguments import OWN_METHODS, call_message, refuse_copy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of
 from multienv.events import Statistics
 
@@ -30,7 +30,6 @@ except ImportError as missing:
 
 # What an env may have, and has from its construction on.
 _ATTRIBUTES = ("metadata", "possible_agents", "observation_spaces", "action_spaces", "state_space", "render_mode")
-_OWN_METHODS = frozenset(("reset", "step", "render", "close"))
 
 # Observations, rewards, terminations, truncations and infos, each by agent.
 Transition = tuple[dict[Any, Any], dict[Any, float], dict[Any, bool], dict[Any, bool], dict[Any, dict[str, Any]]]
@@ -124,11 +123,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def __enter__(self) -> Self:
         """Initialize the env; close it if that fails."""
-        try:
-            return self.initialize()
-        except BaseException:
-            self.close()
-            raise
+        self._env.__enter__()
+        return self.initialize()
 
     def __exit__(self, *error: object) -> None:
         """Close the env."""
@@ -234,7 +230,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def get_attr(self, name: str) -> Any:
         """Return a copy of an attribute of the env or of an env inside it; for a method, a function that calls it."""
-        return getattr(self, name) if name in _OWN_METHODS else self._built().get_attr(name)
+        return getattr(self, name) if name in OWN_METHODS else self._built().get_attr(name)
 
     def set_attr(self, name: str, value: Any) -> None:
         """Set an attribute on the env, or the env inside it, that has this attribute; else on the outermost one."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from multienv.adapters import extra_needed
 from multienv.events import Event, Recovery, Statistics, flat_statistics
 
 
@@ -28,7 +29,13 @@ class TensorBoardExporter:
     """
 
     def __init__(self, writer: Any) -> None:
-        self.writer = _new_writer(os.fspath(writer)) if isinstance(writer, str | os.PathLike) else writer
+        if isinstance(writer, str | os.PathLike):
+            try:
+                from tensorboard.summary import Writer
+            except ImportError as missing:
+                raise extra_needed(f"TensorBoardExporter({writer!r})", "tensorboard", missing) from None
+            writer = Writer(os.fspath(writer))
+        self.writer = writer
         self._step = 0
 
     def log(self, statistics: Statistics | Iterable[Statistics | None], step: int) -> None:
@@ -41,15 +48,3 @@ class TensorBoardExporter:
         """Write how long a recovery took."""
         if isinstance(event, Recovery):
             self.writer.add_scalar(f"multienv/recovery_seconds/{event.outcome}", event.seconds, self._step)
-
-
-def _new_writer(directory: str) -> Any:
-    try:
-        from tensorboard.summary import Writer
-    except ImportError as missing:
-        raise ImportError(
-            f"TensorBoardExporter({directory!r}) needs {missing.name}: give it a SummaryWriter, or "
-            'pip install "multienv-rl[tensorboard]"',
-            name=missing.name,
-        ) from None
-    return Writer(directory)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import statistics
@@ -99,11 +98,10 @@ def bench(
         "contenders": _rows(limit, contenders, best),
         "recommended": best.name,
         "code": vector_env_code(found, num_envs, best.options or ""),
-        "printed": work.printed,
     }
     work.warn_if_busy()
     if as_json:
-        print(json.dumps(document, indent=1))
+        work.print_document(document)
         return
     console = plain_console()
     work.show_printed(console)

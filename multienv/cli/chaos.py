@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -98,10 +97,9 @@ def chaos(
         "outcomes": Counter(one.outcome for one in recoveries),
         "methods": Counter(one.method for one in recoveries if one.method),
         "seconds": {"median": seconds[0], "p99": seconds[1]},
-        "printed": work.printed,
     }
     if as_json:
-        print(json.dumps(document, indent=1))
+        work.print_document(document)
     if result.undisturbed:
         raise UsageError(
             f"{env} is not deterministic: without any kill, two processes differ {result.undisturbed}. "

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from textwrap import indent
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -65,10 +64,8 @@ def doctor(
         work.warn_if_busy()
     if as_json:
         checks = [row._asdict() for row in rows]
-        document: dict[str, Any] = {"env": env, "verdict": verdict, "checks": checks, "code": code}
-        document["own_faults"] = patient.faults
-        document["printed"] = work.printed
-        print(json.dumps(document, indent=1))
+        told = {"env": env, "verdict": verdict, "checks": checks, "code": code, "own_faults": patient.faults}
+        work.print_document(told)
     else:
         work.show_printed(plain_console())
         frames = patient.stack.rpartition("(most recent call first):")[2]

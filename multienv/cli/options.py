@@ -107,6 +107,10 @@ class Work:
         last = "\n".join(f"    {line}" for line in [*newest_first][:_LAST_LINES][::-1])
         self.printed = visible(f"The env printed {decimal(size)}; --verbose shows all of it. The last lines:\n{last}")
 
+    def print_document(self, document: dict[str, Any]) -> None:
+        """Print the result as JSON, with what the env has printed."""
+        print(json.dumps({**document, "printed": self.printed}, indent=1))
+
     def show_printed(self, console: Console) -> None:
         """Print the text that :meth:`finish` has set."""
         if self.printed:

@@ -15,6 +15,8 @@ from multienv.errors import ActionError, EnvError, EnvsFailedError, MultienvErro
 
 # Compared by identity, which is faster: numpy has one such object, unless the caller has made another.
 _INDEX = np.dtype(np.int64)
+# Of these get_attr() returns the method of the env class itself, which counts episodes.
+OWN_METHODS = frozenset(("reset", "step", "render", "close"))
 # Methods of gymnasium's that change nothing.
 _READING = ("get_wrapper_attr", "has_wrapper_attr")
 

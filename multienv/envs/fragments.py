@@ -12,7 +12,7 @@ import numpy as np
 from multienv._engine.recovery.rollouts import RolloutReply
 from multienv._engine.wire.messages import Rollout
 from multienv._engine.wire.reducers import pickled
-from multienv.config import check_count
+from multienv.config import checked_count
 from multienv.errors import EnvError, UsageError
 
 Array = np.ndarray[Any, Any]
@@ -61,9 +61,9 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
     Raises:
         UsageError: ``policy`` cannot be pickled, or ``steps`` is no positive integer. Nothing was sent.
     """
-    check_count("rollout(): steps", steps)
+    steps = checked_count("rollout(): steps", steps)
     try:
-        return Rollout(pickled(policy), int(steps))
+        return Rollout(pickled(policy), steps)
     except Exception as error:  # pickling runs code of the user
         raise UsageError(
             f"rollout(): the policy cannot be pickled: {type(error).__name__}: {error}. It is sent to the worker: keep "

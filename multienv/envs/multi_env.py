@@ -20,7 +20,7 @@ from multienv._engine.cores import spread
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.actions import own_copy
 from multienv._engine.wire.messages import Reset, reset_of_one
-from multienv.config import check_count
+from multienv.config import checked_count
 from multienv.envs.arguments import checked_indices, checked_seeds, envs_failed, refuse_copy, reset_options
 from multienv.envs.autoreset import AutoresetOfOne, AutoResetWrapper, joined
 from multienv.envs.subprocess_env import (
@@ -72,8 +72,7 @@ class MultiEnv:
         bind_cores: bool = True,
     ) -> None:
         self.envs: list[Any] = _listed(envs)
-        if max_workers is not None:
-            check_count("MultiEnv: max_workers", max_workers, words=", or None")
+        checked_count("MultiEnv: max_workers", max_workers, needed=False)
         self.autoreset_mode = mode_of(autoreset_mode)
         self.num_envs = len(self.envs)
         self._closed = self._all_closed = False

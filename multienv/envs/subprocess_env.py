@@ -30,13 +30,12 @@ from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import Transition
 from multienv._engine.wire.messages import Call, GetAttribute, Message, Method, Reset, SetAttribute, reset_of_one
 from multienv.config import checked_seed, takes_options_of
-from multienv.envs.arguments import call_message, refuse_copy
+from multienv.envs.arguments import OWN_METHODS, call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError, UsageError
 from multienv.events import Hook, Statistics
 
 SupervisedEnvT = TypeVar("SupervisedEnvT", bound="SupervisedEnv")
-_OWN_METHODS = frozenset(("reset", "step", "render", "close"))
 _SPACES = frozenset(("observation_space", "action_space"))
 
 
@@ -308,7 +307,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
     def get_attr(self, name: str) -> Any:
         """Return a copy of an attribute of the env or of a wrapper; for a method, a function that calls it."""
-        if name in _OWN_METHODS:
+        if name in OWN_METHODS:
             return getattr(self, name)
         value = self._calls.ask("get_attr", GetAttribute(name))
         return partial(self.call, name) if isinstance(value, Method) else value

@@ -12,7 +12,7 @@ import gymnasium
 from typing_extensions import Self
 
 from multienv._engine.processes.launcher import method_of
-from multienv.config import Deadlines, check_count, check_seconds, meant
+from multienv.config import Deadlines, check_seconds, checked_count, meant
 from multienv.errors import UsageError
 
 # DI-engine's configs name their class; these options are ignored.
@@ -158,7 +158,7 @@ class EnvManagerConfig:
     def __post_init__(self) -> None:
         for name in ("episode_num", "wait_num", "max_retry"):
             if name == "max_retry" or getattr(self, name) != math.inf:
-                check_count(name, getattr(self, name))
+                checked_count(name, getattr(self, name))
         for name in ("step_timeout", "reset_timeout", "connect_timeout"):
             if name == "connect_timeout" or getattr(self, name) != "auto":
                 check_seconds(name, getattr(self, name))

@@ -24,7 +24,7 @@ from multienv._engine.wire.actions import misfit, own_copy, shown, step_head_of
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.messages import dumps
 from multienv._engine.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_bytes, row_of
-from multienv.config import check_count, integer
+from multienv.config import checked_count, integer
 from multienv.errors import ActionError, UsageError, catchable_as
 
 Array = np.ndarray[Any, Any]
@@ -65,8 +65,7 @@ def deal(num_envs: int, envs_per_worker: int | str, cores: int, max_concurrency:
         # times the steps. The scheduler moves the trainer, now and then, to the core that has more to do.
         workers = min(num_envs, cores, most)
         return [num_envs // workers + (worker < num_envs % workers) for worker in range(workers)]
-    check_count("envs_per_worker", envs_per_worker, words=", or 'auto'")
-    size = int(envs_per_worker)
+    size = checked_count("envs_per_worker", envs_per_worker, words=", or 'auto'")
     full, rest = divmod(num_envs, size)
     if full + bool(rest) > most:
         raise UsageError(

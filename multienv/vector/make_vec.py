@@ -13,7 +13,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from multienv._engine.building.building import EnvFn, checked_env_fn
-from multienv.config import check_count, meant
+from multienv.config import checked_count, meant
 from multienv.errors import EnvsFailedError, UsageError
 from multienv.vector.hosted_vector_env import HostedVectorEnv
 from multienv.vector.vector_env import SubprocessVectorEnv
@@ -89,8 +89,7 @@ def make_vec(
         raise UsageError(
             f"make_vec(): vectorization is {vectorization!r}; choose 'subprocess' ('async'), 'serial' ('sync'), 'ray'."
         )
-    check_count("make_vec(): num_envs", num_envs)
-    num_envs = int(num_envs)
+    num_envs = checked_count("make_vec(): num_envs", num_envs)
     wrappers, vector_kwargs = tuple(wrappers or ()), {**(vector_kwargs or {}), **named}
     env_fns = [make] * num_envs
     if kwargs or wrappers:

@@ -44,7 +44,7 @@ class ResetAtOnce:
         observation = self._observation_of(reply)
         flags = bool(reply.terminated[0]), bool(reply.truncated[0])
         kept = RowsReply([], reply.rewards.copy(), reply.terminated.copy(), reply.truncated.copy(), errors=reply.errors)
-        returned = observation, float(reply.rewards[0]), *flags, _info_of(reply)
+        returned = observation, float(reply.rewards[0]), *flags, (reply.extras or Extras()).info
         return Ending(returned, kept, supervisor.position.number), "step", request
 
     def joined(self, ended: Ending | None, reply: RowsReply) -> RowsReply:
@@ -52,23 +52,17 @@ class ResetAtOnce:
         if ended is None:
             return reply
         observation, *_, final_info = ended.returned
-        info = {**_info_of(reply), "final_obs": observation, "final_info": final_info}
+        extras = reply.extras or Extras()
+        info = {**extras.info, "final_obs": observation, "final_info": final_info}
         if "multienv" in final_info:
             info["multienv"] = final_info["multienv"]
         for error in reply.errors.values():
             error.returned = ended.returned  # type: ignore[attr-defined]
-        observations = None if reply.extras is None else reply.extras.observations
         return RowsReply(
             reply.leaves,
             ended.reply.rewards,
             ended.reply.terminated,
             ended.reply.truncated | reply.truncated,  # of a reset that ended every process
-            Extras([(0, info)], {}, observations),
+            Extras([(0, info)], {}, extras.observations),
             {**ended.reply.errors, **reply.errors},
         )
-
-
-def _info_of(reply: RowsReply) -> dict[str, Any]:
-    infos = () if reply.extras is None else reply.extras.infos
-    info: dict[str, Any] = next(iter(infos), (0, {}))[1]
-    return info

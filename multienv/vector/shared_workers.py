@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from multienv._engine.asking.in_flight import ReadyBatch, Result, Sharing, results_of
+from multienv._engine.asking.in_flight import ReadyBatch, Result, Sharing
 from multienv._engine.asking.members import Requests, Round, StepOfSome
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.infos import Extras
@@ -73,7 +73,7 @@ class SharedWorkers(Sharing):
 
     def results(self, current: Round) -> dict[int, Result]:
         """Return the result of each request that is answered, by env."""
-        found = results_of(current)
+        found = super().results(current)  # by member
         if self.is_shared:
             return {
                 env: of_env

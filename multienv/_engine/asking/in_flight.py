@@ -61,15 +61,6 @@ class ReadyBatch(NamedTuple):
     errors: Mapping[int, BaseException] = MappingProxyType({})
 
 
-def results_of(current: Round) -> dict[int, Result]:
-    """Return the result of each request that is answered, by member."""
-    requests, failures = current.requests, current.failures
-    return {
-        member: Result(requests[member].name, answer, failures.get(member))
-        for member, answer in current.answers.items()
-    }
-
-
 class Sharing:
     """Says which envs a member of the fan-out has, and what it is asked for them. Here each member is one env.
 
@@ -100,7 +91,11 @@ class Sharing:
 
     def results(self, current: Round) -> dict[int, Result]:
         """Return what came of the requests that are answered, by env; no later request changes it."""
-        return results_of(current)
+        requests, failures = current.requests, current.failures
+        return {
+            member: Result(requests[member].name, answer, failures.get(member))
+            for member, answer in current.answers.items()
+        }
 
     def ready_batch(self, current: Round) -> ReadyBatch | None:
         """Return all that came, if it can be delivered as it is: plain answers to steps of whole members."""

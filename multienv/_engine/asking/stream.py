@@ -30,9 +30,11 @@ from multienv._engine.asking.fanout import FanOut
 from multienv._engine.asking.in_flight import InFlight, ReadyBatch, Result, Sharing
 from multienv._engine.asking.members import Requests, Round
 from multienv._engine.threads import Bell
-from multienv.config import check_count, check_seconds
+from multienv.config import check_seconds, checked_count
 from multienv.errors import CallPendingError, ClosedError, MultienvError, UsageError, WaitTimeout
 from multienv.events import Statistics
+
+_IN_A_CALL = "A signal handler, or another thread, calls these envs in the middle of another call."
 
 
 class Stream:
@@ -54,7 +56,7 @@ class Stream:
     def __init__(self, fan: FanOut, sharing: Sharing | None = None) -> None:
         self._fan, self._sharing = fan, sharing or Sharing(len(fan.members.supervisors))
         # Returns the InFlight while the stream goes on; a weak reference: it keeps descriptors, and a manager this.
-        self._flight: Callable[[], InFlight | None] = _nothing
+        self._flight: Callable[[], InFlight | None] = lambda: None
         self._under_way: dict[int, Requests] = {}  # env → its request: sent, or waiting for its worker to be free
         self._ready: dict[int, Result] = {}  # env → what came of its request, in the order in which it came
         self._due: dict[int, None] = {}  # members that there may be something to ask
@@ -120,7 +122,7 @@ class Stream:
             while self._round().requests:  # a reset has left out all envs of a worker
                 self.collect(inf)
             self.count_seconds()
-            self._flight = _nothing
+            self._flight = lambda: None
             current.flight.close()
             self._fan.drop_round()
         self._fan.finish_interrupted(name)
@@ -297,18 +299,11 @@ class Stream:
     def refuse_nested(self, name: str = "recv") -> None:
         """Raise CallPendingError if a ``recv()`` is under way: it would wait for envs that ``name`` takes from it."""
         if self.reader:
-            raise CallPendingError(
-                f"{name}(): another thread, or what a signal handler has interrupted, is in recv() of these envs. Make "
-                "one call at a time. Nothing was sent.",
-                "recv",
-            )
+            who = "another thread, or what a signal handler has interrupted"
+            self._refuse(f"{name}(): {who}, is in recv() of these envs.", "recv")
 
-    def _refuse(self) -> NoReturn:
-        raise CallPendingError(
-            "A signal handler, or another thread, calls these envs in the middle of another call. Make one call at a "
-            "time. Nothing was sent.",
-            "send",
-        )
+    def _refuse(self, why: str = _IN_A_CALL, asked: str = "send") -> NoReturn:
+        raise CallPendingError(f"{why} Make one call at a time. Nothing was sent.", asked)
 
     def deliver(self, envs: Collection[int], in_round: Collection[int] = ()) -> None:
         """Mark these envs as delivered. No call may follow it before the caller has the results.
@@ -428,13 +423,8 @@ class Stream:
         return current
 
 
-def _nothing() -> None:
-    return None
-
-
 def _check_counts(count: Any, at_most: Any) -> None:
     for name, given in (("k", count), ("at_most", at_most)):
-        if given is not None:
-            check_count(f"recv(): {name}", given, words=", or None")
+        checked_count(f"recv(): {name}", given, needed=False)
     if count is not None and at_most is not None and at_most < count:
         raise UsageError(f"recv(): at_most={at_most} is less than k={count}.")

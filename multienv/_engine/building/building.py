@@ -38,7 +38,7 @@ from multienv._engine.wire.shared_pickle import LARGE, SharedPickle, share
 from multienv._engine.worker.host import Host
 from multienv._engine.worker.main_module import main_script, refuse_while_importing
 from multienv._engine.worker.registrations import registrations
-from multienv.config import Deadlines, RestartPolicy, integer
+from multienv.config import Deadlines, RestartPolicy, checked_count
 from multienv.errors import UsageError
 from multienv.events import Hook
 
@@ -107,14 +107,6 @@ def setting_elsewhere() -> Setting:
     arguments = tuple(getattr(sys, "argv", None) or ())  # an embedded interpreter has none
     authkey = bytes(multiprocessing.current_process().authkey)
     return Setting((), arguments, "", None, registrations(), authkey, main=main_script(), values=module_values())
-
-
-def checked_count(name: str, value: int | None, least: int = 1) -> int | None:
-    """Return the value of an option as an integer, or ``None``; raise UsageError if it is less than ``least``."""
-    found = None if value is None else integer(value)
-    if value is not None and (found is None or found < least):
-        raise UsageError(f"{name} is {value!r:.100}; give an integer of at least {least}, or None.")
-    return found
 
 
 def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
@@ -238,7 +230,7 @@ class Workers:
         for name, value, kind in (("restart", restart, RestartPolicy), ("deadlines", deadlines, Deadlines)):
             if not isinstance(value, kind):
                 raise UsageError(f"{name} is {value!r:.100}; give {name}={kind.__name__}(...).")
-        self._backend = backend(method_of(context), checked_count("native_threads", native_threads))
+        self._backend = backend(method_of(context), checked_count("native_threads", native_threads, needed=False))
         self._preload = checked_preload(preload, self._backend)
         # Half, so that there is time to build the envs without it.
         self._preload_seconds = None if deadlines.start is None else deadlines.start / 2
@@ -253,8 +245,8 @@ class Workers:
         self.recycles = restart.recycles
         self._setting = self._backend.setting()
         self._worker_env, self._numbers = worker_env, count()
-        self._seed = checked_count("worker_seed", worker_seed, 0)
-        most = checked_count("starts_at_once", starts_at_once)
+        self._seed = checked_count("worker_seed", worker_seed, least=0, needed=False)
+        most = checked_count("starts_at_once", starts_at_once, needed=False)
         self._turns = None if most is None else BuildTurns(most)
         self._first: Supervisor | None = None
 

@@ -52,11 +52,6 @@ def is_starting(pid: int) -> bool:
     return not _read(pid, "cmdline") and _stat(pid)[:1] not in ([], [b"Z"])
 
 
-def is_spared(pid: int) -> bool:
-    """Tell whether this process is, or may become, a resource tracker."""
-    return is_tracker(pid) or is_starting(pid)
-
-
 def end_orphans(monitor: int) -> None:
     """Kill what the envs of a dead monitor have started; the kernel kills its workers, and its snapshots end.
 
@@ -97,7 +92,7 @@ def kill_bereaved_group(pid: int) -> None:
     its parent.
     """
     group = members(pid)
-    spared = set(filter(is_spared, group))
+    spared = {pid for pid in group if is_tracker(pid) or is_starting(pid)}
     if spared:
         kill(group - spared)
     else:

@@ -553,11 +553,7 @@ class Monitor:
         # Listed before the dead are looked for: a child that is no worker has lost its parent by now, a worker or a
         # process that one had started; and _finish() reads all snapshots that a dead worker has announced.
         adopted = children()
-        for turn in count():
-            if turn == MOST_REAPED:  # signals may be due meanwhile to those that do not end by themselves
-                with contextlib.suppress(BlockingIOError):  # full: it wakes as well
-                    os.write(wake_write, b"\0")
-                break
+        for _ in range(MOST_REAPED):
             try:
                 # Not yet reaped: while the worker is a zombie, no other process group can get its number.
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -579,6 +575,9 @@ class Monitor:
             for template in list(self._templates.values()):
                 if template.pid == found.si_pid:
                     self._on_template_ended(template, code)
+        else:  # signals may be due to those that do not end by themselves: the others are reaped after these
+            with contextlib.suppress(BlockingIOError):  # full: it wakes as well
+                os.write(wake_write, b"\0")
         self._kill_adopted(adopted)
         self._unlink_names()
         self._remove_folders()

@@ -266,7 +266,7 @@ class Answers:
         except Illegible:
             return None
         if self.codec.verbatim:
-            return (*self.codec.transition(segment, number), _first_info(extras))
+            return (*self.codec.transition(segment, number), extras.info)
         reply = self.codec.rows(segment, number).with_extras(extras)
         reply.errors = {slot: unreadable("step", error) for slot, error in illegible.items()}
         return reply
@@ -317,7 +317,7 @@ class Answers:
     def _transition(self, segment: Segment, read: Reply, extras: Extras) -> Transition:
         """Return the transition of a single env. Raises what unpickling it raises."""
         _, (row,) = read.pickled_rows
-        return (*self.codec.transition(segment, read.number, row), _first_info(extras))
+        return (*self.codec.transition(segment, read.number, row), extras.info)
 
     def _write_failures(
         self, segment: Segment, read: Reply, reply: RowsReply, extras: Extras, infos: dict[int, Any]
@@ -402,8 +402,3 @@ def call_answer(
             except Illegible as error:
                 errors[slot] = unreadable(command, error)
     return values, errors
-
-
-def _first_info(extras: Extras) -> dict[str, Any]:
-    info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]
-    return info

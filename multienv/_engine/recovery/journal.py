@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from multienv._engine.sometimes import sometimes
 from multienv._engine.wire.banks import HEAD, OVERHEAD
 from multienv._engine.wire.messages import Replay, ReplayStart
 from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT
@@ -364,7 +363,6 @@ class Journal:
                 points[slot] = proven[-1 if near else 0]
                 resets.append(slot)
             else:
-                sometimes("a slot cannot be replayed")
                 missing[slot] = history.why_not_from_reset
         if len(missing) == self.slots:
             return None
@@ -450,7 +448,6 @@ class Journal:
         held = each * len(self.entries) + sum(self._longer.values())
         if held <= limit:
             return self.first
-        sometimes("a journal outgrows its limit")
         front, last = self.first, self.last
         for number in range(self._oldest, front):  # left by a trim that was broken off
             if number in self.entries:
@@ -467,7 +464,6 @@ class Journal:
         for number in list(self._kept_calls):
             if len(self._kept_calls) <= MOST_CALLS and size <= limit // _CALLS_PART:
                 return
-            sometimes("a call or attribute set is too old to be repeated")
             if number < self.first:  # repeated in the new envs: a replay from their construction would lack it
                 for history in self.histories:
                     history.is_whole = False

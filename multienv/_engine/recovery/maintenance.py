@@ -231,7 +231,6 @@ class Replacement:
     def put_off(self, reason: Exception) -> str:
         """Put the replacement off and report it; return how the old process was lost, ``""`` if it goes on."""
         sometimes("a process that has ended first is not replaced", self.ends_first)
-        sometimes("a replacement by plan is put off", not self.ends_first)
         is_built = not isinstance(reason, NotBuilt)
         self._maintenance.put_off(is_built=is_built)
         self._recoverer.code.builds_alone |= not is_built
@@ -244,7 +243,6 @@ class Replacement:
     def report(self, source: Source) -> None:
         """Report that the envs came back from this source."""
         reporter, memory, progress = self._reporter, self._position.journal.memory, self.progress
-        sometimes("a process is replaced by plan")
         if isinstance(source, NewEnvs):
             reporter.report_recycling(self._why, "reset", memory.record_new_envs(reporter.name, self._why), progress)
         elif progress.is_exact:

@@ -116,25 +116,8 @@ class Pending:
         until: When it is overdue, seconds of the clock; ``None``: never.
     """
 
-    __slots__ = (
-        "_env_in",
-        "_excused",
-        "_limits",
-        "_longest",
-        "_mark",
-        "_own",
-        "_position",
-        "_replays",
-        "_saved",
-        "_silence",
-        "_slots",
-        "_waited",
-        "limit",
-        "message",
-        "payload",
-        "step_limit",
-        "until",
-    )
+    # The hot path reads these, native code by offset.
+    __slots__ = ("__dict__", "__weakref__", "limit", "step_limit", "until")
 
     def __init__(
         self, position: Position, env_in: Callable[[int], str], limits: RequestDeadlines, *, replays: bool
@@ -233,7 +216,6 @@ class Pending:
         limit = self.limit_of(request.kind, request.steps)
         if limit is None or self.limit != limit or not self._is_found(request, number):  # else it has got some before
             return False
-        sometimes("a deadline that was found from the times seen is raised")
         self.limit = LONGER * limit
         return True
 
@@ -257,7 +239,6 @@ class Pending:
     def _write_saved_step(self, segment: Segment, number: int) -> None:
         """Write a saved step into the segment of another process."""
         if self._saved is not None and self._saved[0] == number:
-            sometimes("a step is asked of another process")
             _, part, payload = self._saved
             bank = segment.banks[number & 1]
             bank.view[: len(part)] = part
@@ -392,7 +373,6 @@ class Pending:
                 return False
             now = time.monotonic()
             if self._overdue_at(channel, number, request) <= now:
-                sometimes("a request hangs")
                 raise channel.kill(cause="hung", stack=True)
             if self._silence[1] <= now:
                 self._silence = number, inf

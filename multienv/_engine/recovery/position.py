@@ -41,22 +41,8 @@ class Position:
         seconds: Time that the envs took so far, about.
     """
 
-    __slots__ = (
-        "_others",
-        "_step",
-        "_timed",
-        "build",
-        "episodes",
-        "journal",
-        "number",
-        "pickled_rows",
-        "seconds",
-        "seeds",
-        "seen",
-        "spaces",
-        "steps",
-        "steps_before",
-    )
+    # The hot path reads these, native code by offset.
+    __slots__ = ("__dict__", "__weakref__", "number", "seen", "steps")
 
     def __init__(self, build: Build, journal: Journal) -> None:
         self.build, self.journal = build, journal

@@ -51,7 +51,6 @@ from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.infos import Illegible
 from multienv._engine.wire.messages import (
     Build,
-    Close,
     Description,
     Failure,
     Imports,
@@ -285,41 +284,13 @@ class Recoverer:
 
     # --- requests of our own ------------------------------------------------------------------------
 
-    def next_number(self) -> int:
-        """Return a number for an internal request: negative, so it equals none of the caller's."""
-        return next(self._numbers)
-
-    def publish(self, channel: Channel, number: int, payload: bytes) -> None:
-        """Publish a request that is not a step; a repeated call does no harm."""
-        segment = channel.segment
+    def send(self, channel: Channel, message: Message) -> int:
+        """Send an internal request to a process; return its number: negative, so it equals none of the caller's."""
+        number, payload, segment = next(self._numbers), pack_message(message), channel.segment
         segment.write_request_payload(number, payload)
         HEAD.pack_into(segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
         channel.ring(number)
-
-    def ask(
-        self,
-        channel: Channel,
-        message: Message,
-        until: float | None,
-        limits: Sequence[float] = (),
-        progress: RecoveryProgress | None = None,
-    ) -> Any:
-        """Send an internal request to a process and return its answer.
-
-        Args:
-            channel: To the process.
-            message: The request.
-            until: When to give up, by ``time.monotonic()``; ``None``: never.
-            limits: The seconds that an env may take in each request of a replay, as ``REPLAYING`` says it.
-            progress: Of the recovery that it belongs to, for the log.
-
-        Raises:
-            Gone: The process was lost, or did not answer in time and was killed.
-            RequestFailedError: The request raised; ``failure`` says what.
-        """
-        number = self.next_number()
-        self.publish(channel, number, pack_message(message))
-        return self.collect_answer(channel, number, until, limits, progress)
+        return number
 
     def collect_answer(
         self,
@@ -329,7 +300,19 @@ class Recoverer:
         limits: Sequence[float] = (),
         progress: RecoveryProgress | None = None,
     ) -> Any:
-        """Wait for the answer to an internal request, and return it; see :meth:`ask`."""
+        """Wait for the answer to an internal request, and return it.
+
+        Args:
+            channel: To the process.
+            number: Of the request.
+            until: When to give up, by ``time.monotonic()``; ``None``: never.
+            limits: The seconds that an env may take in each request of a replay, as ``REPLAYING`` says it.
+            progress: Of the recovery that it belongs to, for the log.
+
+        Raises:
+            Gone: The process was lost, or did not answer in time and was killed.
+            RequestFailedError: The request raised; ``failure`` says what.
+        """
         banks, words = channel.segment.banks, channel.segment.words
         until = math.inf if until is None else until
         mark, since = (-1, -1), 0.0
@@ -374,10 +357,6 @@ class Recoverer:
         progress.log_at = now + (now - progress.began)
         self._log(doing, progress)
 
-    def send_close(self, channel: Channel) -> None:
-        """Send a process the request to close its envs and end; does not wait."""
-        self.publish(channel, self.next_number(), pack_message(Close()))
-
     # --- building -----------------------------------------------------------------------------------
 
     def launch(
@@ -399,11 +378,9 @@ class Recoverer:
             channel.release()
             raise Unrecoverable("it was closed")
         self._write_loss_figures(channel)
-        number = self.next_number()
         generators = {slot: state for slot, state in build.generators.items() if slot not in lost}
         message = replace(build, replacement=replacement, generators=generators, code=b"")
-        self.publish(channel, number, pack_message(message))
-        return channel, number
+        return channel, self.send(channel, message)
 
     def _write_loss_figures(self, channel: Channel) -> None:
         """Write into a new process's segment how many processes were lost, and how often."""
@@ -665,14 +642,13 @@ class Recoverer:
         """Repeat recorded calls and attributes in new envs."""
         if not calls:
             return
-        sometimes("calls and attributes set are repeated in new envs")
         until, limit = progress.until, self._deadlines.call
         if until is not None:  # one that hangs must leave time for a process without them
             until = (time.monotonic() + until) / 2
         if limit is not None:
             until = min(until or math.inf, time.monotonic() + len(calls) * limit + REPLAY_GRACE)
         progress.doing = f"repeating {counted(len(calls), 'call')} in a new process"
-        self.ask(channel, Replay(b"", calls=calls), until, progress=progress)
+        self.collect_answer(channel, self.send(channel, Replay(b"", calls=calls)), until, progress=progress)
 
     def _changed_code(self, build: Build, channel: Channel, progress: RecoveryProgress) -> str:
         """Find out whether the envs were built from other code; return why they are not taken, else ``""``."""
@@ -736,9 +712,8 @@ class Recoverer:
             return self._build_until_alive(build, progress, lost)
         while not turns.acquire(self):
             self._check_time(progress)
-            if time.monotonic() >= progress.log_at:
-                self._log_doing(progress, "waiting while other workers build their envs (starts_at_once)")
-            interrupts.sleep(_LOOK)
+            doing = "waiting while other workers build their envs (starts_at_once)"
+            self._pause(time.monotonic() + _LOOK, progress, doing)
         try:
             return self._build_until_alive(build, progress, lost)
         finally:
@@ -781,7 +756,8 @@ class Recoverer:
             until = min(progress.until or math.inf, time.monotonic() + self._policy.replay_limit)
         message, codec = plan.message, self.codec
         progress.doing = f"replaying {plan.requests} request{'s' * (plan.requests != 1)}"
-        answered = self.ask(channel, message, until, self._limits_of(plan), progress)
+        limits, number = self._limits_of(plan), self.send(channel, message)
+        answered = self.collect_answer(channel, number, until, limits, progress)
         progress.replayed += plan.requests
         starts = {start.slot: start.entry for start in message.starts if start.waits}
         found = differences(plan.entries, answered, codec.layout, verbatim=codec.verbatim, starts=starts)

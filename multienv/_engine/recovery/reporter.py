@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from multienv._engine.interrupts import runs_user_code
 from multienv._engine.processes.channel import Channel, Gone
@@ -29,7 +29,7 @@ from multienv._engine.wire.segment import OBSTACLE, SNAPSHOT_SECONDS, SNAPSHOTS,
 from multienv._engine.wire.shared_pickle import SharedPickle
 from multienv._engine.worker.census import OBSTACLES
 from multienv.errors import UsageError, WorkerLostError
-from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
+from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, RecyclingOutcome, Statistics
 
 logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
@@ -297,36 +297,26 @@ class Reporter:
     def report_truncated_errors(self, errors: Iterable[tuple[int, Exception]], pid: int | None) -> None:
         """Report the exceptions of envs, by slot, that ended their episodes, as ``on_error="truncate"`` says."""
         for slot, error in errors:
-            self._report_truncated_error(slot, error, pid)
+            index = self.index_of(slot)
+            text = f"An exception of the env ended its episode (on_error='truncate'): {error}"
+            line = self._repeats.line((index, type(error).__name__), "truncated", text, time.monotonic())
+            if line:
+                logger.warning("%s", line, exc_info=error if line == text else None)
+            loss = self.last_loss = Loss(
+                env_index=index,
+                cause="error",
+                command="step",
+                step=self.episode_steps(slot, "step"),
+                seed=self.seed_of(slot, "step"),
+                pid=pid,
+                stack=getattr(error, "remote_traceback", ""),
+            )
+            self._losses += 1
+            self._outcomes["truncated"] += 1
+            self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
+            self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
 
-    def _report_truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
-        index = self.index_of(slot)
-        text = f"An exception of the env ended its episode (on_error='truncate'): {error}"
-        line = self._repeats.line((index, type(error).__name__), "truncated", text, time.monotonic())
-        if line:
-            logger.warning("%s", line, exc_info=error if line == text else None)
-        loss = Loss(
-            env_index=index,
-            cause="error",
-            command="step",
-            step=self.episode_steps(slot, "step"),
-            seed=self.seed_of(slot, "step"),
-            pid=pid,
-            stack=getattr(error, "remote_traceback", ""),
-        )
-        self._losses += 1
-        self._outcomes["truncated"] += 1
-        self.last_loss = loss
-        self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
-        self.events += [*self._for_hooks(loss), *self._for_hooks(self.last_recovery)]
-
-    def report_recycling(
-        self,
-        why: str,
-        outcome: Literal["exact", "replayed", "reset", "put off"],
-        reason: str,
-        progress: RecoveryProgress,
-    ) -> None:
+    def report_recycling(self, why: str, outcome: RecyclingOutcome, reason: str, progress: RecoveryProgress) -> None:
         """Report that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - progress.began
         self._recyclings[outcome] += 1

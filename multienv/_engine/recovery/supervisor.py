@@ -84,6 +84,7 @@ from multienv._engine.wire.codecs import Codec
 from multienv._engine.wire.messages import (
     PLAIN_RESET,
     Build,
+    Close,
     Description,
     GetGenerators,
     KeepSnapshot,
@@ -118,8 +119,7 @@ def _refuse_in_child() -> None:
         supervisor._commit(Closed())
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_refuse_in_child)
+os.register_at_fork(after_in_child=_refuse_in_child)
 
 
 def abandon_all(workers: Iterable[Supervisor]) -> None:
@@ -202,7 +202,7 @@ class Supervisor:
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
         self.recoverer = Recoverer(launcher, policy, deadlines, journal, self.reporter.log_doing, self.reporter.env_in)
-        self.closing = Closing(self.recoverer.send_close, deadlines.close)
+        self.closing = Closing(partial(self.recoverer.send, message=Close()), deadlines.close)
         self.channel: Channel | None = None
         self.loss_recovery: LossRecovery | None = None
         self._build_number = 0  # number of the request that builds the envs for the first time
@@ -439,7 +439,6 @@ class Supervisor:
             raise NoAsyncCallError("There is no request whose answer could be collected.", "collect")
         while instruction not in (Instruction.DELIVER, Instruction.NOTHING):
             if instruction in _LONG and not recover:
-                sometimes("a thread recovers the envs")
                 raise RecoveryDue
             if instruction in _RAISED:
                 if instruction is Instruction.RAISE_POISON and request is not None and request.kind is Kind.RESET:
@@ -878,7 +877,8 @@ class Supervisor:
             self.pending.set_request(message, b"", ASIDE)
             self.mark_lost_meanwhile()
             try:
-                answer = self.recoverer.ask(channel, message, self.pending.until)
+                number = self.recoverer.send(channel, message)
+                answer = self.recoverer.collect_answer(channel, number, self.pending.until)
             except Gone as gone:
                 sometimes("a process is lost while it is asked for a snapshot")
                 instruction = self._handle_loss(gone)

@@ -242,7 +242,6 @@ def decide_way(way: Way, event: WayEvent, rules: WayRules) -> tuple[Way, WayInst
     if isinstance(event, CameBack):
         if _is_taken(source, event.mismatches, rules, is_last=is_last):
             sometimes("a snapshot brings the envs back", isinstance(source, NewestSnapshot))
-            sometimes("a replay of the journal brings the envs back", isinstance(source, Replayed))
             sometimes("a replay brings some envs of a batch back and others not", event.mismatches)
             return way, TakeOver(event.mismatches)
         sometimes("what follows a woken snapshot differs", isinstance(source, NewestSnapshot))

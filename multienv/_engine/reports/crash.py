@@ -26,7 +26,7 @@ from gymnasium.vector.utils import batch_space
 from multienv._engine.reports import store
 from multienv._engine.reports.texts import how_lost, replay_command, signal_name, what_happened
 from multienv._engine.version import __version__
-from multienv._engine.wire.actions import action_decoder
+from multienv._engine.wire.actions import action_decoder, shown
 from multienv._engine.wire.banks import SKIPPED, BankLayout, Entry, split_entries
 from multienv._engine.wire.messages import Build, Description, Replay, message_of
 from multienv._engine.wire.segment import Segment
@@ -248,23 +248,16 @@ def _env(description: Description | None) -> dict[str, Any] | None:
 def readable(value: Any) -> Any:
     """Return a JSON value that shows ``value``; arrays with their dtype, what JSON has no form for as text."""
     with contextlib.suppress(Exception):  # a circle, a key that JSON has no form for, code of the user
-        shown = json.dumps(value, default=_shown)
-        if len(shown) <= _LONGEST:
-            return json.loads(shown, parse_constant=str)  # "NaN" and "Infinity"
-    return _text_of(value)
+        data = json.dumps(value, default=_for_json)
+        if len(data) <= _LONGEST:
+            return json.loads(data, parse_constant=str)  # "NaN" and "Infinity"
+    return shown(value, 1000)
 
 
-def _shown(value: Any) -> Any:
+def _for_json(value: Any) -> Any:
     """Return what stands for a value of a type that JSON does not know."""
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.size <= _SHOWN:
         return {"dtype": value.dtype.name, "shape": list(value.shape), "values": value.tolist()}
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    return dict(value) if isinstance(value, Mapping) else _text_of(value)
-
-
-def _text_of(value: Any) -> str:
-    try:
-        return f"{value!r:.1000}"
-    except Exception:  # code of the user
-        return f"<a {type(value).__name__}>"
+    return dict(value) if isinstance(value, Mapping) else shown(value, 1000)

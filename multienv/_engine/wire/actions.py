@@ -210,9 +210,9 @@ def own_copy(action: Any, name: str) -> Any:
     )
 
 
-def shown(value: object) -> str:
-    """Return a short text of a value whose own code may raise."""
+def shown(value: object, most: int = 200) -> str:
+    """Return a text of a value whose own code may raise, of so many characters at the most."""
     try:
-        return f"{value!r:.200}"
+        return f"{value!r:.{most}}"
     except Exception:  # code of the user
         return f"<a {type(value).__name__}>"
