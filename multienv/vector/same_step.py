@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from multienv._engine.asking.members import Ending
+from multienv._engine.recovery.answers import info_of
 from multienv._engine.recovery.supervisor import Supervisor
 from multienv._engine.wire.codecs import RowsReply
 from multienv._engine.wire.infos import Extras
@@ -44,7 +45,7 @@ class ResetAtOnce:
         observation = self._observation_of(reply)
         flags = bool(reply.terminated[0]), bool(reply.truncated[0])
         kept = RowsReply([], reply.rewards.copy(), reply.terminated.copy(), reply.truncated.copy(), errors=reply.errors)
-        returned = observation, float(reply.rewards[0]), *flags, (reply.extras or Extras()).info
+        returned = observation, float(reply.rewards[0]), *flags, info_of(reply.extras or Extras())
         return Ending(returned, kept, supervisor.position.number), "step", request
 
     def joined(self, ended: Ending | None, reply: RowsReply) -> RowsReply:
@@ -53,7 +54,7 @@ class ResetAtOnce:
             return reply
         observation, *_, final_info = ended.returned
         extras = reply.extras or Extras()
-        info = {**extras.info, "final_obs": observation, "final_info": final_info}
+        info = {**info_of(extras), "final_obs": observation, "final_info": final_info}
         if "multienv" in final_info:
             info["multienv"] = final_info["multienv"]
         for error in reply.errors.values():

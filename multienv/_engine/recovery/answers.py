@@ -266,7 +266,7 @@ class Answers:
         except Illegible:
             return None
         if self.codec.verbatim:
-            return (*self.codec.transition(segment, number), extras.info)
+            return (*self.codec.transition(segment, number), info_of(extras))
         reply = self.codec.rows(segment, number).with_extras(extras)
         reply.errors = {slot: unreadable("step", error) for slot, error in illegible.items()}
         return reply
@@ -317,7 +317,7 @@ class Answers:
     def _transition(self, segment: Segment, read: Reply, extras: Extras) -> Transition:
         """Return the transition of a single env. Raises what unpickling it raises."""
         _, (row,) = read.pickled_rows
-        return (*self.codec.transition(segment, read.number, row), extras.info)
+        return (*self.codec.transition(segment, read.number, row), info_of(extras))
 
     def _write_failures(
         self, segment: Segment, read: Reply, reply: RowsReply, extras: Extras, infos: dict[int, Any]
@@ -402,3 +402,9 @@ def call_answer(
             except Illegible as error:
                 errors[slot] = unreadable(command, error)
     return values, errors
+
+
+def info_of(extras: Extras) -> dict[str, Any]:
+    """Return the info of a single env; ``{}`` if it has none."""
+    info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]
+    return info

@@ -42,7 +42,7 @@ class Position:
     """
 
     # The hot path reads these, native code by offset.
-    __slots__ = ("__dict__", "__weakref__", "number", "seen", "steps")
+    __slots__ = ("__dict__", "__weakref__", "journal", "number", "seen", "steps")
 
     def __init__(self, build: Build, journal: Journal) -> None:
         self.build, self.journal = build, journal

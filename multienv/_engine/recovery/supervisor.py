@@ -8,10 +8,9 @@ A death: a wait raises ``Gone``. The hot path leaves it to ``collect``, where ``
 the sources that ``way_back`` lists, and verified; ``take_over`` makes their process the worker's. ``_do_ask`` sends the
 request again, without the slots that are truncated, and ``_commit_reply`` commits.
 
-**Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``). The request stays pending,
-and the next call collects it. Another signal handler may raise anywhere: then the process is marked as lost
-(``mark_lost``), and the next call recovers the envs to where the caller saw them last. So only the last assignment of
-``_commit`` is written with an exception in mind.
+**Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``): the next call collects the
+answer. If another signal handler raises, anywhere, the process counts as lost (``mark_lost``): the next call recovers
+the envs. So only the last assignment of ``_commit`` is written with an exception in mind.
 """
 
 from __future__ import annotations
@@ -197,7 +196,6 @@ class Supervisor:
         share = 0.0 if not recording else LARGE_SHARE if policy.recycles else SHARE
         self.position = Position(replace(build, replay_point_share=share), journal)
         self.reporter = Reporter(self.position, index, hooks, reports)
-        self._envs = self.reporter.env_in(-1)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
@@ -410,12 +408,9 @@ class Supervisor:
         """
         with self.lock:
             instruction, channel = instruction_of(self.state, self.rules), self.channel
-            if channel is not None and instruction is Instruction.ASK:
-                number = self.position.number + 1
-            elif channel is not None and instruction is Instruction.AWAIT_BUILD:
-                number = self._build_number
-            else:
+            if channel is None or instruction not in (Instruction.ASK, Instruction.AWAIT_BUILD):
                 return None
+            number = self.position.number + 1 if instruction is Instruction.ASK else self._build_number
             self.pending.set_found_deadline(self.state.request)
             return channel, number, self.pending.due(channel, number, self.state.request)
 
@@ -699,7 +694,7 @@ class Supervisor:
         if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:  # else there is nothing to begin anew
             self.maintenance.restart_counts(revived.progress.replayed, is_over=self.is_between_episodes())
         channel.prefer(self.core, sharing=self._sharing)
-        channel.envs, channel.patience = self._envs, self.deadlines.close
+        channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close
         if old is not None and old is not channel:
             old.kill()
             old.release()
@@ -928,11 +923,10 @@ class Supervisor:
         Args:
             patience: Seconds that the process is asked for at the most; ``Deadlines.close`` if that is less.
         """
+        self._closed = True
         if self._is_foreign:
-            self._closed = True
             self._release()
             return
-        self._closed = True
         self.recoverer.close()
         limit, until = self.closing.time(patience)
         mine = self.lock._is_owned()  # type: ignore[attr-defined]

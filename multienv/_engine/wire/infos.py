@@ -114,12 +114,6 @@ class Extras:
     generators: Mapping[int, bytes] = field(default_factory=dict)
     spaces: bytes = b""
 
-    @property
-    def info(self) -> dict[str, Any]:
-        """Return the info of a single env; ``{}`` if it has none."""
-        found: dict[str, Any] = next(iter(self.infos), (0, {}))[1]
-        return found
-
 
 # --- the worker's end -------------------------------------------------------------------------
 
