@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
@@ -117,7 +118,10 @@ def checked_seed(seed: Any) -> int | None:
     if seed is None:
         return None
     advice = f"reset(seed={seed!r:.100}): give a non-negative integer, or None."
-    number = integer(seed)
+    try:
+        number = None if isinstance(seed, bool) else operator.index(seed)  # numpy's too; gymnasium wants Python's
+    except TypeError:
+        number = None
     if number is None:
         raise UsageError(f"Seed must be a python integer, actual type: {type(seed)}. {advice}")
     if number < 0:

@@ -82,7 +82,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         # By a weak reference: an env that is not closed ends with the last reference to it.
         convert = partial(SubprocessParallelEnv._converted, weakref.proxy(self))
         calls_of(self._env).convert.update(step=convert, reset=convert)
-        self._spaces: dict[Any, tuple[Any, Any]] = {}  # of possible agents, and of others that were asked for
+        self._spaces: dict[Any, tuple[Any, Any]] = {}  # of possible agents
+        self._spaces_of_others: dict[Any, tuple[Any, Any]] = {}  # asked for in this episode
         self._last = b""  # what the env returned last, but for infos
 
     # --- start and end ----------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         self._env.initialize(timeout)
         if "metadata" not in self.__dict__:
             described: Any = self._env.action_space
-            self._spaces = dict(described.spaces)
+            self._spaces = described.spaces
             self.__dict__.update(described.attributes)
         return self
 
@@ -144,7 +145,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         Returns:
             Observations and infos by agent.
         """
-        self.agents, self._last, outcome = self._built().reset(seed=seed, options=options)  # type: ignore[misc]
+        self.agents, self._last, self._spaces_of_others, outcome = self._built().reset(seed=seed, options=options)  # type: ignore[misc]
         return outcome  # type: ignore[no-any-return]
 
     def reset_async(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
@@ -153,7 +154,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
         """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        self.agents, self._last, outcome = self._env.reset_wait(timeout)  # type: ignore[misc]
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.reset_wait(timeout)  # type: ignore[misc]
         return outcome  # type: ignore[no-any-return]
 
     def step(self, actions: dict[Any, Any]) -> Transition:
@@ -171,7 +172,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        self.agents, self._last, outcome = self._env.step(actions)  # type: ignore[misc]
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.step(actions)  # type: ignore[misc]
         return outcome  # type: ignore[no-any-return]
 
     def step_async(self, actions: dict[Any, Any]) -> None:
@@ -180,7 +181,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect the result of the step. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        self.agents, self._last, outcome = self._env.step_wait(timeout)  # type: ignore[misc]
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.step_wait(timeout)  # type: ignore[misc]
         return outcome  # type: ignore[no-any-return]
 
     def render(self) -> Any:
@@ -192,11 +193,17 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         return self._ask("state")
 
     def observation_space(self, agent: Any) -> spaces.Space[Any]:
-        """Return an agent's observation space, always the same object."""
+        """Return an agent's observation space, always the same object.
+
+        For an agent that appears during an episode, it is the same object within that episode.
+        """
         return self._spaces_of(agent)[0]  # type: ignore[no-any-return]
 
     def action_space(self, agent: Any) -> spaces.Space[Any]:
-        """Return an agent's action space, always the same object."""
+        """Return an agent's action space, always the same object.
+
+        For an agent that appears during an episode, it is the same object within that episode.
+        """
         return self._spaces_of(agent)[1]  # type: ignore[no-any-return]
 
     # --- branching and checkpoints ----------------------------------------------------------------
@@ -266,12 +273,14 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def _spaces_of(self, agent: Any) -> tuple[Any, Any]:
         self._built()
-        if agent not in self._spaces:  # it has appeared in the middle of an episode
-            self._spaces[agent] = self._ask("observation_space", agent), self._ask("action_space", agent)
-        return self._spaces[agent]
+        found = self._spaces.get(agent) or self._spaces_of_others.get(agent)
+        if found is None:
+            found = self._ask("observation_space", agent), self._ask("action_space", agent)
+            self._spaces_of_others[agent] = found
+        return found
 
-    def _converted(self, answer: Any, resumed: bool) -> tuple[list[Any], bytes, Any]:
-        """Return agents and last transition after an answer, which the caller stores, and what it then returns.
+    def _converted(self, answer: Any, resumed: bool) -> tuple[list[Any], bytes, dict[Any, tuple[Any, Any]], Any]:
+        """Return agents, last transition and spaces after an answer, which the caller stores, and what it then returns.
 
         Nothing is stored here: until the caller has the outcome, an interrupted call is not over. It stores them in one
         line and calls nothing after that: in a call, an exception of a signal handler would lose the outcome.
@@ -280,15 +289,15 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         told, last = info.get("multienv", {}), info.get("returned", self._last)
         agents, *outcome = pickle.loads(last)
         if len(answer) == 2:
-            return agents, last, (*outcome, info["infos"])
+            return agents, last, {}, (*outcome, info["infos"])
         if "returned" not in info:
-            return [], last, self._truncated(agents, outcome[0], told)
+            return [], last, self._spaces_of_others, self._truncated(agents, outcome[0], told)
         observations, rewards, terminations, truncations = outcome
         infos = info["infos"]
         if told:
             infos = {**infos, **{agent: {**infos.get(agent, {}), "multienv": dict(told)} for agent in terminations}}
         transition = observations, rewards, terminations, truncations, infos
-        return agents, last, transition
+        return agents, last, self._spaces_of_others, transition
 
     @staticmethod
     def _truncated(agents: list[Any], observations: dict[Any, Any], told: dict[str, Any]) -> Transition:
@@ -303,6 +312,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def _set_state(self, last: bytes, agents: list[Any]) -> None:
         self._last, self.agents = last, list(agents)
+        self._spaces_of_others = {}
 
 
 # --- in the process -------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def envs_failed(
 
 def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:
     """Return a seed for each env, given ``None``, the first env's seed, or a seed for each; raise UsageError."""
-    if not hasattr(seed, "__len__"):
+    if seed is None or not hasattr(seed, "__len__") or getattr(seed, "shape", None) == ():
         first = checked_seed(seed)
         return [None if first is None else first + index for index in range(num_envs)]
     if len(seed) != num_envs:

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from multienv._engine import interrupts
 from multienv._engine.asking.fanout import FanOut
 from multienv._engine.asking.in_flight import Result
@@ -341,7 +339,7 @@ class Scheduler:
         timestep = Timestep(index, observation, reward, terminated, truncated, info)
         if not timestep.done:
             return record._replace(timestep=timestep, observation=self._kept(observation), info=info)
-        episodes = record.episodes + (not np.any(known.get("abnormal", False)))
+        episodes = record.episodes + (not _is_abnormal(known))
         if config.reset_inplace:
             timestep = timestep._replace(info={**known, "final_obs": observation})
         record = record._replace(episodes=episodes, timestep=timestep)
@@ -378,3 +376,10 @@ def _resetting(record: Record) -> Record:
 def _is_call(one: Requests | Result) -> bool:
     """Tell whether something is neither a step nor a reset."""
     return one.name not in ("step", "reset")
+
+
+def _is_abnormal(info: dict[str, Any]) -> bool:
+    try:
+        return bool(info.get("abnormal", False))
+    except Exception:  # an array, for instance
+        return True

@@ -149,9 +149,16 @@ def _stacked(space: spaces.Space[Any], observations: Sequence[Any]) -> Any:
 def _rows(space: spaces.Space[Any], actions: Any, batch: list[int]) -> list[Any]:
     """Return a list with the action for each env of a batch; raise ActionError for a wrong number."""
     number = len(batch)
+    whole = isinstance(actions, Mapping) if type(space) is spaces.Dict else not isinstance(actions, list)
+    if type(space) is spaces.Tuple:
+        whole = isinstance(actions, tuple)
     try:
-        is_list = isinstance(actions, list) or type(space) not in _BATCHED or not number
-        rows = list(actions if is_list else iterate(batch_space(space, number), actions))
+        if not whole or type(space) not in _BATCHED:
+            rows = list(actions)
+        elif type(space) in (spaces.Dict, spaces.Tuple):
+            rows = list(iterate(batch_space(space, number), actions)) if number else []
+        else:
+            rows = list(np.asarray(actions))
     except (TypeError, ValueError, KeyError) as error:
         raise ActionError(f"step({actions!r:.100}): this is no batch of actions. Nothing was sent.") from error
     if len(rows) != number:

@@ -121,7 +121,7 @@ def test_none_clears_what_is_remembered(manager_of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "firsts"), [(np.int64(3), [3, 4, 5]), ([9, 8, 7], [9, 8, 7]), ({2: 4}, [None, None, 4])]
+    ("seed", "firsts"), [(np.array(3), [3, 4, 5]), ([9, 8, 7], [9, 8, 7]), ({2: 4}, [None, None, 4])]
 )
 def test_seeds(manager_of: Any, seed: Any, firsts: list[Any]) -> None:
     manager = manager_of([partial(SeenResetEnv, horizon=1)] * 3, episode_num=3)

@@ -1357,7 +1357,7 @@ MUTANTS = [
         7,
         "supervisor:Supervisor.take_over",
         "channel.envs, channel.patience = self._envs, self.deadlines.close",
-        "channel.envs, channel.patience = self.reporter.env_in(-1), 0.5",
+        "channel.envs, channel.patience = self._envs, 0.5",
         ("tests/faults/test_close.py",),
     ),
     Mutant(

@@ -30,8 +30,8 @@ def log_cuts(envs: Collection[str]) -> None:
         named = sorted(envs, key=lambda name: (len(name), name))  # env 2 before env 10
         more = f" and {len(envs) - _NAMED:,} more" if len(envs) > _NAMED else ""
         logger.warning(
-            "close() of %s%s was cut short, and the process was killed. Give envs more time to close: "
-            "Deadlines(close=...). A call that is still being made has %.1f s to end.",
+            "close() of %s%s was cut short, and the process was killed. Deadlines(close=...) gives envs more time to "
+            "close; a call that they are still in has %.1f s to end.",
             ", ".join(named[:_NAMED]),
             more,
             BUSY_PATIENCE,

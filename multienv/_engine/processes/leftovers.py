@@ -60,6 +60,7 @@ def end_orphans(monitor: int) -> None:
     """
     orphans = {pid for pid in _processes() if mark_in(pid).startswith(f"{monitor}.")}
     kill(pid for pid in orphans if not is_tracker(pid))
+    kill(filter(is_tracker, orphans), signal.SIGCONT)  # one that has been stopped would not end by itself
     while os.getpid() == 1:
         dead = {pid for pid in children() if is_titled(pid)}  # again: a worker's children come when it has ended
         kill(dead)

@@ -196,6 +196,7 @@ class Supervisor:
         share = 0.0 if not recording else LARGE_SHARE if policy.recycles else SHARE
         self.position = Position(replace(build, replay_point_share=share), journal)
         self.reporter = Reporter(self.position, index, hooks, reports)
+        self._envs = self.reporter.env_in(-1)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
         limits = RequestDeadlines(deadlines, resets_in_steps=resets_itself)
         self.pending = Pending(self.position, self.reporter.env_in, limits, replays=policy.on_timeout == "replay")
@@ -694,7 +695,7 @@ class Supervisor:
         if self.maintenance.recycling.wanted or self.maintenance.needs_rebuild:  # else there is nothing to begin anew
             self.maintenance.restart_counts(revived.progress.replayed, is_over=self.is_between_episodes())
         channel.prefer(self.core, sharing=self._sharing)
-        channel.envs, channel.patience = self.reporter.env_in(-1), self.deadlines.close
+        channel.envs, channel.patience = self._envs, self.deadlines.close
         if old is not None and old is not channel:
             old.kill()
             old.release()
