@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pettingzoo_envs as envs
 import pytest
@@ -265,6 +266,23 @@ def test_several_are_stepped_at_the_same_time(tmp_path):
     assert all_exact(several[0])
     for env in several:
         env.close()
+
+
+def test_an_agent_that_appears_has_the_spaces_of_its_episode():
+    class Growing(envs.CampEnv):
+        def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            size = 1 + (self.spaces["late"][0].shape[0] if "late" in self.spaces else 0)
+            self.spaces["late"] = gymnasium.spaces.Box(0, 1, (size,)), gymnasium.spaces.Discrete(2)
+            return super().reset(seed, options)
+
+    with SubprocessParallelEnv(Growing) as env:
+        env.reset(seed=5)
+        assert env.observation_space("late") is env.observation_space("late")
+        state, shape = env.state_dict(), env.observation_space("late").shape
+        env.reset(seed=6)
+        assert env.observation_space("late").shape == (shape[0] + 1,)
+        env.load_state_dict(state)
+        assert env.observation_space("late").shape == shape
 
 
 def test_a_step_that_ctrl_c_interrupts_is_completed_by_the_next_and_says_so(tmp_path):

@@ -321,6 +321,24 @@ def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
         assert manager.statistics()[0].exact_recoveries == 1
 
 
+class AbnormalEnv(CounterEnv):
+    def __init__(self, value: Any) -> None:
+        super().__init__(horizon=2)
+        self.value = value
+
+    def step(self, action: Any) -> Any:
+        *returned, info = super().step(action)
+        return *returned, {**info, "abnormal": self.value}
+
+
+@pytest.mark.parametrize(("value", "is_counted"), [(0, True), ([], True), ([False], False), (np.zeros(2), False)])
+def test_an_episode_whose_last_info_is_abnormal_in_any_way_is_not_counted(value: Any, is_counted: bool) -> None:
+    with AsyncSubprocessEnvManager([partial(AbnormalEnv, value)], episode_num=1) as manager:
+        for _ in range(2):
+            manager.step(dict.fromkeys(manager.ready_obs, 1))
+        assert manager.done == is_counted
+
+
 def test_an_episode_that_cannot_be_brought_back_is_not_counted(manager_of: Any) -> None:
     options: Any = {"episode_num": 1, "restart": RestartPolicy(snapshots=False)}
     with manager_of([partial(NondeterministicEnv, horizon=4)], **options) as manager:

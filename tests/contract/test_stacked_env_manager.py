@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,16 @@ def test_action_spaces_as_lists_and_as_batches(name: str) -> None:
     with StackedSubprocessEnvManager([partial(SpaceEnv, action_space=space)] * 3) as manager:
         for given in (actions, stacked(space, actions)):
             assert len(manager.ready_obs) == 3
+            seen = [timestep.info["action"] for timestep in manager.step(given)]
+            assert seen == [digest_value(action) for action in actions]
+
+
+def test_a_sequence_of_actions_that_is_no_tuple_has_one_for_each_env() -> None:
+    space = spaces.Tuple((spaces.Discrete(3), spaces.Discrete(3)))
+    actions = [(0, 1), (2, 0)]
+    with StackedSubprocessEnvManager([partial(SpaceEnv, action_space=space)] * 2) as manager:
+        for given in (actions, deque(actions)):
+            assert len(manager.ready_obs) == 2
             seen = [timestep.info["action"] for timestep in manager.step(given)]
             assert seen == [digest_value(action) for action in actions]
 

@@ -193,11 +193,14 @@ def test_shared_memory_of_an_env_goes_although_its_resource_tracker_starts_slowl
     assert_nothing_left(before, timeout=GONE_WITHIN)
 
 
-def test_resource_tracker_that_does_not_end_by_itself_is_killed() -> None:
+@pytest.mark.parametrize("how", ["closed", "monitor killed"])
+def test_resource_tracker_that_has_been_stopped_ends(how: str) -> None:
     before = snapshot_resources()
     with SubprocessEnv(SharedMemoryEnv) as env:
         name = env.get_attr("shared_name")
         os.kill(env.get_attr("tracker"), signal.SIGSTOP)
+        if how == "monitor killed":
+            os.kill(monitor_pid(), signal.SIGKILL)
     Path("/dev/shm", name).unlink()
     assert_nothing_left(before, timeout=GONE_WITHIN)
 
