@@ -298,8 +298,8 @@ def test_a_file_that_is_half_saved_for_a_second_is_waited_for(module: Module, ca
     [
         ("alone", "replay"),
         ("SAME_STEP", "replay"),
+        ("NEXT_STEP", "truncate"),
         *[pytest.param(mode, "replay", marks=pytest.mark.ci) for mode in ("DISABLED", "NEXT_STEP", "MultiEnv")],
-        pytest.param("NEXT_STEP", "truncate", marks=pytest.mark.ci),
     ],
 )
 def test_a_file_that_stays_broken_truncates_and_only_the_next_reset_raises(
