@@ -9,8 +9,7 @@ the sources that ``way_back`` lists, and verified; ``take_over`` makes their pro
 request again, without the slots that are truncated, and ``_commit_reply`` commits.
 
 **Interruptions.** Ctrl-C is raised in a wait, or at the end of the call (``interrupts``): the next call collects the
-answer. If another signal handler raises, anywhere, the process counts as lost (``mark_lost``): the next call recovers
-the envs. So only the last assignment of ``_commit`` is written with an exception in mind.
+answer. If another signal handler raises, anywhere, the process is lost (``mark_lost``), and recovered like others.
 """
 
 from __future__ import annotations
