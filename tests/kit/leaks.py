@@ -9,6 +9,7 @@ or ``with no_leaks(): ...``. Read from /proc of Linux.
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import sys
@@ -122,7 +123,11 @@ def names_of(mark: Mark) -> frozenset[str]:
 
 
 def assert_nothing_left(
-    before: Resources, *, timeout: float = 2.0, ignore: Callable[[], Ignored] = multiprocessing_helpers
+    before: Resources,
+    *,
+    timeout: float = 2.0,
+    ignore: Callable[[], Ignored] = multiprocessing_helpers,
+    collects: bool = False,
 ) -> None:
     """Wait until this process holds nothing that it did not hold *before*; fail after *timeout* seconds.
 
@@ -130,12 +135,17 @@ def assert_nothing_left(
         before: A snapshot made by this process. Threads are compared if it has them.
         timeout: Seconds that what is on its way out may take, see `Patience`.
         ignore: Says what may stay, asked anew at each look.
+        collects: Collect garbage before each look.
     """
     patience, lasts = Patience(timeout), True
+    if collects:
+        gc.collect()
     while left := list(_what_is_left(before, snapshot_resources(threads=before.threads is not None), ignore())):
         if not lasts:
             raise LeakError("\n  ".join([f"{len(left)} left behind after {timeout:g} s:", *left]))
         lasts = patience.lasts()
+        if collects:
+            gc.collect()
 
 
 @contextmanager
