@@ -230,8 +230,14 @@ def open_saving(kind: str, path: str, seconds: float, deadlines: Deadlines) -> A
     return envs
 
 
-def end_without_close(how: str, kind: str, path: str, seconds: str = "1.5", close: str = "30") -> None:
-    """Be a trainer that ends in a way which Python sees, and calls no close(); its envs are local variables."""
+def end_without_close(how: str, kind: str, path: str, seconds: str = "1.5", close: str = "30", kill: str = "0") -> None:
+    """Be a trainer that ends in a way which Python sees, and calls no close(); its envs are local variables.
+
+    ``kill``: seconds that each order to kill takes, so that several threads could give some of them.
+    """
+    channel_class = worker_process.ProcessChannel
+    order_kill = channel_class.order_kill
+    channel_class.order_kill = lambda channel: (time.sleep(float(kill)), order_kill(channel))[1]  # type: ignore[method-assign]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
     envs = open_saving(kind, path, float(seconds), Deadlines(close=float(close)))
@@ -282,9 +288,13 @@ def test_forgotten_env_is_given_the_time_to_close(tmp_path: Path) -> None:
     assert becomes_true(lambda: (tmp_path / "saved0").exists())
 
 
-def test_env_close_that_is_cut_at_the_end_of_the_trainer_is_told_of(tmp_path: Path) -> None:
-    """All envs are waited for together, and no longer than Deadlines.close."""
-    with Trainer("test_close", "end_without_close", "sys.exit", "vector", tmp_path / "saved", 60, 1.0) as trainer:
+@pytest.mark.parametrize("kill", [0, 0.02])
+def test_env_close_that_is_cut_at_the_end_of_the_trainer_is_told_of(kill: float, tmp_path: Path) -> None:
+    """All envs are waited for together, no longer than Deadlines.close, and told of in one line.
+
+    The envs are forgotten just before the trainer ends: one thread waits for each of the two.
+    """
+    with Trainer("test_close", "end_without_close", "sys.exit", "vector", tmp_path / "saved", 60, 1.0, kill) as trainer:
         trainer.expect("ready")
         began = time.monotonic()
         assert trainer.wait() == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -22,6 +23,9 @@ BUSY_PATIENCE = 0.5
 SOON = 0.5
 # A warning names so many of the processes that were killed, by their envs.
 _NAMED = 3
+
+# Set once the trainer ends: all its processes are then ended together, and told of in one line.
+trainer_ends = threading.Event()
 
 
 def log_cuts(envs: Collection[str]) -> None:
@@ -95,10 +99,13 @@ def close_together(workers: Collection[Any], calls: Iterable[Callable[[], Any]])
             beside(partial(log_cuts, cuts), SOON)
 
 
-def end_all(channels: Sequence[ProcessChannel]) -> None:
+def end_all(channels: Sequence[ProcessChannel], *, at_exit: bool = False) -> bool:
     """Ask processes to close their envs and end, all at the same time; wait for it, and kill those that take too long.
 
     Each has the seconds of its ``patience``; one that is executing a request has :data:`BUSY_PATIENCE` to finish it.
+
+    Returns:
+        Whether they have ended; else the end of the trainer, which has begun meanwhile, ends them (``at_exit``).
     """
     for channel in channels:
         channel.end_requests()
@@ -106,6 +113,8 @@ def end_all(channels: Sequence[ProcessChannel]) -> None:
     left = dict.fromkeys(channels, 0.0)  # when each was killed; 0: it was not
     try:
         while left := {channel: killed for channel, killed in left.items() if not channel.has_ended()}:
+            if trainer_ends.is_set() and not at_exit:
+                return False
             soonest = BUSY_PATIENCE  # an env may become busy or idle
             for channel, killed in list(left.items()):
                 patience, now = channel.patience, time.monotonic()
@@ -122,6 +131,7 @@ def end_all(channels: Sequence[ProcessChannel]) -> None:
             fates = [descriptor for channel in left for descriptor in channel.descriptors()[1:]]
             if left and not readable(fates, soonest):
                 next(iter(left)).resume()
+        return True
     finally:
         log_cuts(cuts)
 
@@ -144,6 +154,6 @@ def let_go(channels: Sequence[Channel]) -> None:
 
 
 def _end_and_release(channels: list[ProcessChannel]) -> None:
-    end_all(channels)
-    for channel in channels:
-        channel.release()
+    if end_all(channels):
+        for channel in channels:
+            channel.release()

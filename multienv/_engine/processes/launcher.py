@@ -32,7 +32,7 @@ from typing import Any
 
 from multienv._engine.interrupts import finalizer
 from multienv._engine.processes.channel import Fate, SystemErrors
-from multienv._engine.processes.endings import end_all
+from multienv._engine.processes.endings import end_all, trainer_ends
 from multienv._engine.processes.environment import (
     THREAD_VARIABLES,
     import_path,
@@ -278,7 +278,6 @@ _lock = threading.Lock()
 # Held by the thread that has a worker launched. If hundreds tried at once while the monitor's socket is full they would
 # keep the cores from the monitor, and some would be given up. No signal handler runs in them: see run_uninterrupted().
 _turn = threading.Lock()
-_is_shutting_down = False
 
 
 def _send_at_once(order: Order) -> None:
@@ -353,7 +352,7 @@ def _monitor(ended: MonitorClient | None = None) -> MonitorClient:
     """
     global _client
     with _lock:
-        if _is_shutting_down:
+        if trainer_ends.is_set():
             raise ClosedError("The interpreter is shutting down: envs have ended, and none can be started any more.")
         if _client is None or _client is ended or _client.process.poll() is not None:
             before, _client = _client, MonitorClient()
@@ -405,13 +404,13 @@ def _shut_down() -> None:
 
     An exception that a signal handler raises meanwhile (a second Ctrl-C) ends the wait: the monitor then kills them.
     """
-    global _client, _is_shutting_down
+    global _client
     # Else a thread that waits for a worker would see the worker end, recover its env and hang once more.
-    _is_shutting_down = True
+    trainer_ends.set()
     client, _client = _client, None
     if client is not None:
         try:
-            end_all(list(live))
+            end_all(list(live), at_exit=True)
         finally:
             client.close(3.0)
 
