@@ -74,8 +74,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = snapshot_resources()
     yield
     # An error that a test has caught and kept refers to itself through the frames of its traceback, and those keep the
-    # memory of a closed env mapped until the next collection. So does that of a thread which replaces a worker by plan
-    # while the envs are closed: it comes a moment later. That the package needs none else is invariant 7's to show.
+    # memory of a closed env mapped until the next collection. That the package needs none is invariant 7's to show.
     assert_nothing_left(before, timeout=GONE_WITHIN, ignore=monitor_itself, collects=True)
 
 

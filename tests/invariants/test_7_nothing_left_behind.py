@@ -36,7 +36,7 @@ from kit import (
     snapshot_resources,
 )
 from kit.trainer_process import GONE_WITHIN, Trainer, becomes_true, run
-from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import MultienvError
 
 
@@ -395,6 +395,23 @@ def test_the_last_close_leaves_nothing(kind: str, without_collections: None) -> 
     # The monitor is not spared here: it ends a second after the last worker.
     assert_nothing_left(before, timeout=GONE_WITHIN)
     del kept
+
+
+def test_a_close_while_threads_replace_workers_by_plan_leaves_nothing(
+    without_collections: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only an object that nothing refers to any more closes the descriptors by which envs at their own pace wait."""
+    before = snapshot_resources(threads=True)
+    env_fn = partial(CounterEnv, horizon=3, count_episodes=False)
+    envs = SubprocessVectorEnv([env_fn] * 4, envs_per_worker=1, restart=RestartPolicy(recycle_after_steps=1))
+    envs.reset_async(seed=1)
+    for _ in range(4):
+        indices = envs.recv(4)[-1]
+        envs.send(np.ones(4, int), indices)  # the last time each worker is replaced in a thread, before its reset
+    envs.close()
+    del envs
+    assert_nothing_left(before, timeout=GONE_WITHIN)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("kind", AND_ASYNC)

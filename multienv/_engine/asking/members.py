@@ -303,13 +303,13 @@ class Members:
 
     def _send_or_plan(self, current: Round, member: int, name: str, request: Any, *, in_thread: Any) -> None:
         """Send a request; plan a thread for it if the process is to be replaced first, which takes long."""
-        supervisor = self.supervisors[member]
+        supervisor, waits = self.supervisors[member], current.waits
         if not in_thread:
-            _send(supervisor, name, request, current.waits)
+            _send(supervisor, name, request, waits)
             return
 
-        def send_and_wait() -> None:
-            _send(supervisor, name, request, current.waits)
+        def send_and_wait() -> None:  # does not refer to the round, which has it: their circle would keep a Bell open
+            _send(supervisor, name, request, waits)
             supervisor.resume()  # the supervisor keeps the answer
 
         self.plan_thread(current, member, send_and_wait)
