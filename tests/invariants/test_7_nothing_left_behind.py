@@ -146,7 +146,7 @@ def is_there(name: str) -> bool:
         ("close", {"stubborn": True}),
         ("killed", {"stubborn": True}),
         ("hung", {}),
-        ("monitor killed", {"children": 0}),
+        ("monitor killed", {"stubborn": True}),
     ],
 )
 def test_shared_memory_of_an_env_goes_with_its_process(how: str, forking: dict[str, Any]) -> None:

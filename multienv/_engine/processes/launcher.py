@@ -54,6 +54,7 @@ from multienv._engine.threads import Lock
 from multienv._engine.wire.messages import Imports, MainScript, Setting
 from multienv._engine.wire.segment import anonymous_file
 from multienv._engine.wire.shared_pickle import SharedPickle
+from multienv._engine.worker.descriptors import MONITOR_VARIABLE
 from multienv.errors import ClosedError, UsageError
 
 METHODS = ("forkserver", "spawn")
@@ -214,7 +215,7 @@ class MonitorClient:
         refuse_other_namespace()
         raise_descriptor_limit()  # the monitor inherits it
         self._control, theirs = socket.socketpair()
-        self._folder = _temporary_folder()
+        self._folder, self._mark = _temporary_folder(), secrets.token_hex(8)
         try:
             # Not by the number of a standard stream, which a daemon may have closed.
             with theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)) as handed:
@@ -222,7 +223,7 @@ class MonitorClient:
                     _command(handed.fileno(), self._folder),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[handed.fileno()],
-                    env=worker_environment() | {"PYTHONHASHSEED": hash_seed},
+                    env=worker_environment() | {"PYTHONHASHSEED": hash_seed, MONITOR_VARIABLE: self._mark},
                     **_APART,
                 )
         except BaseException:
@@ -239,7 +240,7 @@ class MonitorClient:
         with self._closing:
             self._control.close()
         if code:  # one that ends by itself leaves nothing
-            end_orphans(self.process.pid)
+            end_orphans(self.process.pid, self._mark)
             remove_folder(self._folder)
 
     def send(self, order: Order, descriptors: Sequence[int] = (), *, patience: float = LONGEST_SEND) -> None:

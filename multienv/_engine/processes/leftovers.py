@@ -1,7 +1,7 @@
 """Find and kill the processes that a dead worker's envs have started, in any session; remove the files they leave.
 
 A process started by ``exec`` has the worker's mark in its environment. One that was only forked has not (the kernel
-shows the environment of the last ``exec``), but it still carries the worker's title.
+shows the environment of the last ``exec``, as a rule the monitor's), but it still carries the worker's title.
 
 One of them is killed last of all: the resource tracker of Python's ``multiprocessing``. It unlinks the shared memory of
 an env, and ends, once all processes that use it have ended.
@@ -18,7 +18,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-from multienv._engine.worker.descriptors import MARK_VARIABLE
+from multienv._engine.worker.descriptors import MARK_VARIABLE, MONITOR_VARIABLE
 
 # Seconds given to a resource tracker once all that it serves have ended. It takes milliseconds; but some seconds where
 # thirty processes want the cores, and a name that it has not unlinked by then stays until the next boot.
@@ -27,12 +27,12 @@ TRACKER_GRACE = 10.0
 _SHARED = re.compile(r"^\S+ rw-s .* (/dev/shm/[^/\n]+)$", re.MULTILINE)  # shm_open(3) makes none in folders
 
 
-def mark_in(pid: int) -> str:
-    """Return the mark in the environment of this process; empty if there is none."""
-    begin = f"{MARK_VARIABLE}=".encode()
-    for variable in _read(pid, "environ").split(b"\0"):
-        if variable.startswith(begin):
-            return variable.removeprefix(begin).decode(errors="replace")
+def mark_in(pid: int, variable: str = MARK_VARIABLE) -> str:
+    """Return the mark of a worker in the environment of this process, or another variable; empty if there is none."""
+    begin = f"{variable}=".encode()
+    for line in _read(pid, "environ").split(b"\0"):
+        if line.startswith(begin):
+            return line.removeprefix(begin).decode(errors="replace")
     return ""
 
 
@@ -52,13 +52,17 @@ def is_starting(pid: int) -> bool:
     return not _read(pid, "cmdline") and _stat(pid)[:1] not in ([], [b"Z"])
 
 
-def end_orphans(monitor: int) -> None:
+def end_orphans(monitor: int, own: str) -> None:
     """Kill what the envs of a dead monitor have started; the kernel kills its workers, and its snapshots end.
+
+    Its own mark shows what was only forked.
 
     Resource trackers end by themselves, once they have unlinked what they know.
     Where the trainer is process 1, as in a container without an init, all of them are its children now, to be reaped.
     """
-    orphans = {pid for pid in _processes() if mark_in(pid).startswith(f"{monitor}.")}
+    orphans = {
+        pid for pid in _processes() if mark_in(pid).startswith(f"{monitor}.") or mark_in(pid, MONITOR_VARIABLE) == own
+    }
     kill(pid for pid in orphans if not is_tracker(pid))
     kill(filter(is_tracker, orphans), signal.SIGCONT)  # one that has been stopped would not end by itself
     while os.getpid() == 1:

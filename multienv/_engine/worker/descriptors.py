@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 # In the environment of each worker, so that what its envs start can be told from the rest.
 MARK_VARIABLE = "MULTIENV_WORKER"
+# In that of each monitor, and of all that was forked from it and from its workers.
+MONITOR_VARIABLE = "MULTIENV_MONITOR"
 
 
 def mark_of(monitor: int, worker: int) -> str:
