@@ -765,8 +765,7 @@ class Supervisor:
         try:
             generators = self.ask_aside(GetGenerators(plan.new_slots)) if plan.new_slots else {}
         except (MultienvError, RequestFailedError) as error:
-            process = self.state.process
-            if process is Process.CLOSED or (process is Process.NONE and not self.state.pending_truncations):
+            if self.state.process in (Process.NONE, Process.CLOSED) and not self.state.pending_truncations:
                 raise  # the policy says so; the caller's request has no envs to go to
             plan.report_lost(error)
             return
