@@ -146,7 +146,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             Observations and infos by agent.
         """
         self.agents, self._last, self._spaces_of_others, outcome = self._built().reset(seed=seed, options=options)  # type: ignore[misc]
-        return outcome  # type: ignore[no-any-return]
+        return outcome
 
     def reset_async(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect the result with :meth:`reset_wait`."""
@@ -155,7 +155,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
     def reset_wait(self, timeout: float | None = None) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
         """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         self.agents, self._last, self._spaces_of_others, outcome = self._env.reset_wait(timeout)  # type: ignore[misc]
-        return outcome  # type: ignore[no-any-return]
+        return outcome
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Take one step.
@@ -173,7 +173,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
         self.agents, self._last, self._spaces_of_others, outcome = self._env.step(actions)  # type: ignore[misc]
-        return outcome  # type: ignore[no-any-return]
+        return outcome
 
     def step_async(self, actions: dict[Any, Any]) -> None:
         """Send a step; collect the result with :meth:`step_wait`."""
@@ -182,7 +182,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect the result of the step. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         self.agents, self._last, self._spaces_of_others, outcome = self._env.step_wait(timeout)  # type: ignore[misc]
-        return outcome  # type: ignore[no-any-return]
+        return outcome
 
     def render(self) -> Any:
         """Render the env and return the result of its ``render``."""
@@ -197,14 +197,14 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
         For an agent that appears during an episode, it is the same object within that episode.
         """
-        return self._spaces_of(agent)[0]  # type: ignore[no-any-return]
+        return self._spaces_of(agent)[0]
 
     def action_space(self, agent: Any) -> spaces.Space[Any]:
         """Return an agent's action space, always the same object.
 
         For an agent that appears during an episode, it is the same object within that episode.
         """
-        return self._spaces_of(agent)[1]  # type: ignore[no-any-return]
+        return self._spaces_of(agent)[1]
 
     # --- branching and checkpoints ----------------------------------------------------------------
 

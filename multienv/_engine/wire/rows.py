@@ -203,8 +203,7 @@ def _fitting(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str
     same_kind = np.can_cast(array.dtype, dtype, "same_kind")
     if not same_kind and not (isinstance(value, int) and _holds(dtype, value)):
         raise TypeError(f"{name} has dtype {array.dtype}; the env's observation space wants {dtype}. {_FIX}")
-    fitting: Array = array.astype(dtype, copy=False)
-    return fitting
+    return array.astype(dtype, copy=False)
 
 
 def _holds(dtype: np.dtype[Any], value: int) -> bool:

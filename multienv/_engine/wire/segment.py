@@ -258,8 +258,7 @@ def mapped_file(descriptor: int, size: int, offset: int = 0, flags: int = mmap.M
 
 def _words(memory: memoryview) -> memoryview[int]:
     """Return the control words in a memory as integers."""
-    words: memoryview[int] = memory.cast("q") if native is None else native.Words(memory)  # which stands in for one
-    return words
+    return memory.cast("q") if native is None else native.Words(memory)  # which stands in for one
 
 
 def _too_large(size: int, limit: int) -> SystemLimitError:
