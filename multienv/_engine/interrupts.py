@@ -50,6 +50,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -199,10 +200,7 @@ def handle(number: int, frame: FrameType | None) -> None:
 
 def only_waited(error: BaseException) -> bool:
     """Tell whether an exception has come out of a function that only waits: nothing was left half done."""
-    codes, trace = set[CodeType](), error.__traceback__
-    while trace is not None:
-        codes.add(trace.tb_frame.f_code)
-        trace = trace.tb_next
+    codes = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
     return not codes.isdisjoint(_interruptible) and codes.isdisjoint(_shielded)
 
 

@@ -21,7 +21,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from types import FrameType, ModuleType
+from traceback import walk_stack
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,11 +91,9 @@ def is_below_guard() -> bool:
     """Return whether the line that the main script is at is below its main guard: an import would not run it."""
     guarded = _read(main_file()).guarded
     script = vars(sys.modules["__main__"])
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe(1)):
         if frame.f_code.co_name == "<module>" and frame.f_globals is script:
-            return any(frame.f_lineno in lines for lines in guarded)
-        frame = frame.f_back
+            return any(line in lines for lines in guarded)
     return bool(guarded)  # in another thread
 
 

@@ -33,6 +33,7 @@ from multienv._engine.wire.messages import Setting
 from multienv._engine.worker import imports
 from multienv._engine.worker import main as worker_main
 from multienv._engine.worker.census import OBSTACLES, census, standard_streams
+from multienv._engine.worker.snapshots import flush_streams
 
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
@@ -228,9 +229,7 @@ def _import(
     imports.note_files(began)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     faulthandler.unregister(signal.SIGALRM)
-    for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again
-        with contextlib.suppress(Exception):
-            stream.flush()
+    flush_streams()  # or each worker would write the buffered text again
     ctypes.CDLL(None).fflush(None)
     gc.collect()
     gc.freeze()  # as in the monitor

@@ -16,10 +16,10 @@ from multienv._engine.recovery.hot_path import GOES_ON, plain_heads
 from multienv._engine.recovery.position import Position
 from multienv._engine.reports.texts import cause_of, counted
 from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.banks import ENDED, FAILED, RESET, SKIPPED, STEP, entry_of
+from multienv._engine.wire.banks import ENDED, FAILED, RESET, SKIPPED, STEP, Array, entry_of
 from multienv._engine.wire.infos import Extras, Illegible, NumberInfos, numbers_in
 from multienv._engine.wire.messages import PLAIN_RESET, Failure, Rollout, RolloutResult, call_user_code
-from multienv._engine.wire.rows import Array, batch_of, leaf_spaces, nested, stacked
+from multienv._engine.wire.rows import batch_of, leaf_spaces, nested, stacked
 from multienv._engine.wire.segment import Segment
 from multienv.errors import PolicyError
 

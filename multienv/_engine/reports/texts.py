@@ -79,8 +79,7 @@ def named(envs: Sequence[int]) -> str:
 
 def deadline_of(command: str) -> str:
     """Return the name of the deadline, a field of ``Deadlines``, that a command has."""
-    named = {"step": "step", "rollout": "step", "reset": "reset", "initialize": "start"}
-    return named.get(command, "call")
+    return {"step": "step", "rollout": "step", "reset": "reset", "initialize": "start"}.get(command, "call")
 
 
 def how_lost(loss: Loss) -> str:

@@ -17,11 +17,10 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
 from multienv._engine.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
-from multienv._engine.wire.banks import LENGTH, PICKLED_AT, Bank, BankLayout
+from multienv._engine.wire.banks import LENGTH, PICKLED_AT, Array, Bank, BankLayout
 from multienv._engine.wire.infos import Extras, numbers_in
 from multienv._engine.wire.messages import Description
 from multienv._engine.wire.rows import (
-    Array,
     has_rows,
     integer_reader,
     leaf_forms,

@@ -22,14 +22,10 @@ import resource
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from multienv._engine.native import native
-from multienv._engine.wire.banks import SMALL, Bank
+from multienv._engine.wire.banks import SMALL, Bank, BankLayout
 from multienv.errors import SystemLimitError
-
-if TYPE_CHECKING:
-    from multienv._engine.wire.banks import BankLayout
 
 # What the kernel's list of mappings calls the segment.
 SHARED_NAME = "multienv"

@@ -31,11 +31,12 @@ from multienv._engine.wire.banks import (
     STEP,
     STEPPED,
     U32,
+    Array,
     Bank,
 )
 from multienv._engine.wire.codecs import payload_of
 from multienv._engine.wire.messages import PLAIN_RESET, Rollout, RolloutResult
-from multienv._engine.wire.rows import SOLID, Array, batch_of, nested, stacked
+from multienv._engine.wire.rows import SOLID, batch_of, nested, stacked
 from multienv._engine.wire.segment import BUSY, OTHER_SECONDS, SLOT, Segment
 from multienv._engine.worker.env_group import EnvGroup
 from multienv._engine.worker.replies import answer_failure, failure_of, pickled
