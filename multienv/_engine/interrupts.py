@@ -95,8 +95,6 @@ class PendingInterrupt:
         is_repeated: The thread has sent SIGINT again, and the handler has not been called since.
     """
 
-    __slots__ = ("is_repeated", "since")
-
     def __init__(self) -> None:
         self.since = time.monotonic()
         self.is_repeated = False
@@ -142,7 +140,7 @@ def finalizer(release: Callable[[Any], object]) -> Callable[[Any], None]:
 
 @interruptible
 def sleep(seconds: float) -> None:
-    """Sleep, or be interrupted."""
+    """Sleep, or be interrupted; who calls it says why there is nothing to wait for but the time."""
     time.sleep(seconds)
 
 
@@ -241,7 +239,7 @@ def _repeat(mine: PendingInterrupt, main: int) -> None:
     """
     sent = 0.0
     while True:
-        time.sleep(_AGAIN)
+        time.sleep(_AGAIN)  # not a poll: nothing tells when the main thread can be interrupted
         if noted is not mine:
             return
         if not mine.is_repeated or time.monotonic() > sent + _MISSED:

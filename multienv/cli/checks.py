@@ -793,7 +793,7 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
 
     def before_step(step: int) -> None:
         if step == late:
-            time.sleep(_ANNOUNCED)
+            time.sleep(_ANNOUNCED)  # nobody tells the trainer that a snapshot has announced itself to the monitor
             patient.victims.append(_pid(env))
             send(patient.victims[-1], "SIGKILL")
 

@@ -440,11 +440,10 @@ class Monitor:
             kill([template.pid])  # _reap() goes on
 
     def _on_template_ended(self, template: Template, code: int) -> None:
-        """Note that a template has ended: if it was good, or was killed, the next launch forks another.
+        """Note that a template has ended, and launch the workers that wait for it, without it.
 
-        Else workers do without.
-
-        One that is to leave out a package begins again; launches that wait do not wait for that.
+        If it was good, or was killed, the next launch begins another. If a package has spoilt it, it begins again at
+        once, and leaves that package out. If anything else has, later workers do without.
         """
         self._forget(template.fileno())
         why = template.note_end(code)

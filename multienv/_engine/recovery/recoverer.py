@@ -490,7 +490,7 @@ class Recoverer:
         while not self._closed and time.monotonic() < until:
             if time.monotonic() >= progress.log_at:
                 self._log_doing(progress, doing)
-            interrupts.sleep(_LOOK)
+            interrupts.sleep(_LOOK)  # no event: close() takes no lock, as a signal handler may call it
         if self._closed:
             raise Unrecoverable("it was closed")
 
