@@ -1839,7 +1839,7 @@ MUTANTS = [
         "What a script sets in a module of an installed package is not set in a worker, in silence.",
         2,
         "module_state:module_values",
-        "_is_plain(found := _found(sys.modules[module], path))",
+        "_is_data(found := _found(sys.modules[module], path))",
         "False",
         SCRIPTS,
     ),
