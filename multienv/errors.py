@@ -29,9 +29,11 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium
+
+ErrorT = TypeVar("ErrorT", bound="MultienvError")
 
 
 class MultienvError(Exception):
@@ -135,7 +137,7 @@ def show_remotely(error: BaseException, text: str) -> None:
         error.__cause__ = RemoteTraceback(text)
 
 
-def catchable_as(base: type[MultienvError], cause: BaseException, message: str) -> MultienvError:
+def catchable_as(base: type[ErrorT], cause: BaseException, message: str) -> ErrorT:
     """Build an error of class ``base`` that ``except type(cause)`` catches too.
 
     The constructor of ``type(cause)`` may take any arguments: it is never called. Where the two types cannot be
@@ -163,9 +165,9 @@ def catchable_as(base: type[MultienvError], cause: BaseException, message: str) 
         for name, value in getattr(cause, "__dict__", {}).items():
             if not name.startswith("__"):
                 setattr(error, name, value)
+        assert isinstance(error, base)
     except Exception:  # a user's metaclass, layout or __new__ may raise anything
         return base(message)
-    assert isinstance(error, base)
     return error
 
 
@@ -328,7 +330,6 @@ class EnvsFailedError(MultienvError):
         }
         first = next(iter(failures.values()))
         error = catchable_as(cls, first, message) if len(kinds) == 1 else cls(message)
-        assert isinstance(error, cls)
         error.failures = dict(failures)
         error.results = list(results)
         error.__cause__ = (first.__cause__ if isinstance(first, EnvError) else None) or first  # the env's own

@@ -50,6 +50,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -93,8 +94,6 @@ class PendingInterrupt:
         since: When it came, seconds of the clock.
         is_repeated: The thread has sent SIGINT again, and the handler has not been called since.
     """
-
-    __slots__ = ("is_repeated", "since")
 
     def __init__(self) -> None:
         self.since = time.monotonic()
@@ -141,7 +140,7 @@ def finalizer(release: Callable[[Any], object]) -> Callable[[Any], None]:
 
 @interruptible
 def sleep(seconds: float) -> None:
-    """Sleep, or be interrupted."""
+    """Sleep, or be interrupted; who calls it says why there is nothing to wait for but the time."""
     time.sleep(seconds)
 
 
@@ -199,10 +198,7 @@ def handle(number: int, frame: FrameType | None) -> None:
 
 def only_waited(error: BaseException) -> bool:
     """Tell whether an exception has come out of a function that only waits: nothing was left half done."""
-    codes, trace = set[CodeType](), error.__traceback__
-    while trace is not None:
-        codes.add(trace.tb_frame.f_code)
-        trace = trace.tb_next
+    codes = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
     return not codes.isdisjoint(_interruptible) and codes.isdisjoint(_shielded)
 
 
@@ -243,7 +239,7 @@ def _repeat(mine: PendingInterrupt, main: int) -> None:
     """
     sent = 0.0
     while True:
-        time.sleep(_AGAIN)
+        time.sleep(_AGAIN)  # not a poll: nothing tells when the main thread can be interrupted
         if noted is not mine:
             return
         if not mine.is_repeated or time.monotonic() > sent + _MISSED:

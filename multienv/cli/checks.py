@@ -793,7 +793,7 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
 
     def before_step(step: int) -> None:
         if step == late:
-            time.sleep(_ANNOUNCED)
+            time.sleep(_ANNOUNCED)  # nobody tells the trainer that a snapshot has announced itself to the monitor
             patient.victims.append(_pid(env))
             send(patient.victims[-1], "SIGKILL")
 
@@ -812,10 +812,8 @@ def strike(patient: Patient, restart: RestartPolicy) -> Struck:
     if is_early and ours.outcome in went_on:
         patient.again = len(recoveries) > 1  # the recovery of another loss may differ there
         raise SpoiledError(f"{difference} differs before the worker is killed: {_DOES_NOT_REPEAT}")
-    outcome: Outcome = "exact" if ours.outcome == "exact" else "replayed"
-    if ours.outcome not in went_on:
-        outcome = "truncated"
-    elif difference:
+    outcome: Outcome = ours.outcome if ours.outcome in ("exact", "replayed") else "truncated"
+    if difference and outcome in went_on:
         outcome = "differs" if all(one.outcome == "exact" for one in recoveries) else "strayed"
     return Struck(outcome, difference, ours, obstacle)
 

@@ -287,7 +287,7 @@ class TrainerView:
         while time.monotonic() < until:
             for worker in self._workers.values():
                 worker.sample()
-            time.sleep(_SAMPLING)
+            time.sleep(_SAMPLING)  # workers are asked nothing, and tell nothing: their memory is looked at
         with contextlib.suppress(psutil.Error, OSError):  # the trainer has ended
             self._find_workers()
         self.rows = []

@@ -28,7 +28,7 @@ from multienv._engine.processes.endings import close_together
 from multienv._engine.recovery.state_machine import Process
 from multienv._engine.recovery.supervisor import Supervisor, abandon_all
 from multienv._engine.wire.codecs import Transition
-from multienv._engine.wire.messages import Call, GetAttribute, Message, Method, Reset, SetAttribute, reset_of_one
+from multienv._engine.wire.messages import Call, GetAttribute, Method, Reset, SetAttribute, reset_of_one
 from multienv.config import checked_seed, takes_options_of
 from multienv.envs.arguments import OWN_METHODS, call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
@@ -130,8 +130,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         Returns:
             Observation and info, as the env returned them.
         """
-        answer: tuple[Any, dict[str, Any]] = self._calls.ask("reset", self._reset_message(seed, options))
-        return answer
+        return self._calls.ask("reset", self._reset_message(seed, options))
 
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect the result with :meth:`reset_wait`."""
@@ -139,8 +138,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        answer: tuple[Any, dict[str, Any]] = self._calls.wait("reset", timeout)
-        return answer
+        return self._calls.wait("reset", timeout)
 
     def step(self, action: Any) -> Transition:
         """Take one step.
@@ -164,8 +162,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        transition: Transition = self._calls.ask("step", action)
-        return transition
+        return self._calls.ask("step", action)
 
     def step_async(self, action: Any) -> None:
         """Send a step; collect the result with :meth:`step_wait`."""
@@ -176,8 +173,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
         If the worker is lost meanwhile, this call recovers it first, in at most ``Deadlines.recovery`` seconds.
         """
-        transition: Transition = self._calls.wait("step", timeout)
-        return transition
+        return self._calls.wait("step", timeout)
 
     def rollout(self, policy: Policy, steps: int) -> Fragment:
         """Take many steps in one request: the policy runs beside the env, in the env's process.
@@ -208,8 +204,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             ResetNeededError: No episode is running.
         """
         message = None if self._calls.pending() == "rollout" else rollout_message(policy, steps)
-        fragment: Fragment = self._calls.ask("rollout", message)
-        return fragment
+        return self._calls.ask("rollout", message)
 
     def render(self) -> Any:
         """Render the env and return the result of its ``render``.
@@ -327,7 +322,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
     def has_wrapper_attr(self, name: str) -> bool:
         """Return whether this object or the remote env has the attribute; a private name is the remote env's."""
-        return self._has_here(name) or bool(self._calls.ask("has_attr", _has_attribute(name)))
+        return self._has_here(name) or self._has_remotely(name)
 
     def get_wrapper_attr(self, name: str) -> Any:
         """Return the attribute of this object, or of the remote env; a private name is the remote env's."""
@@ -338,7 +333,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
         Returns False, and sets nothing, if ``force`` is false and the remote env has no such attribute.
         """
-        if not force and not self._calls.ask("has_attr", _has_attribute(name)):
+        if not force and not self._has_remotely(name):
             return False
         self.set_attr(name, value)
         return True
@@ -364,7 +359,9 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the remote env has, and this object has not, there; anything else here."""
-        if name.startswith("_") or name in _SPACES or self._has_here(name) or not self._has_remotely(name):
+        is_own = name.startswith("_") or name in _SPACES or "observation_space" not in self.__dict__
+        is_own = is_own or self._has_here(name) or self._supervisor.state.process is Process.CLOSED
+        if is_own or not self._has_remotely(name):
             super().__setattr__(name, value)
         else:
             self.set_attr(name, value)
@@ -373,9 +370,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         return not name.startswith("_") and (name in self.__dict__ or hasattr(type(self), name))
 
     def _has_remotely(self, name: str) -> bool:
-        if "observation_space" not in self.__dict__ or self._supervisor.state.process is Process.CLOSED:
-            return False
-        return bool(self._calls.ask("has_attr", _has_attribute(name)))
+        return bool(self._calls.ask("has_attr", call_message("has_wrapper_attr", (name,), {})))
 
     def __str__(self) -> str:
         """Name the env by its spec, where it has one."""
@@ -532,7 +527,3 @@ def supervisor_of(env: Any) -> Supervisor | None:
 def calls_of(env: SupervisedEnv) -> Calls:
     """Return what makes the calls to an env."""
     return env._calls
-
-
-def _has_attribute(name: str) -> Message:
-    return call_message("has_wrapper_attr", (name,), {})

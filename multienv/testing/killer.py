@@ -107,7 +107,7 @@ class Killer:
 
     def __enter__(self) -> Killer:  # noqa: PYI034 - Self needs Python 3.11
         """Start the thread that sends signals."""
-        self._run_of_thread = self._pool.submit(self._strike_until_stopped)
+        self._striking = self._pool.submit(self._strike_until_stopped)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -115,7 +115,7 @@ class Killer:
         self._stop.set()
         self._pool.shutdown()
         if error is None:  # what the block raised says more
-            self._run_of_thread.result()
+            self._striking.result()
 
     def _strike_until_stopped(self) -> None:
         while self._kills is None or self.delivered < self._kills:

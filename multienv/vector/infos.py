@@ -74,7 +74,6 @@ class BatchInfos:
                 "done and the episodes go on; `results` has its outcome, with a list of infos. Make the envs with "
                 "merge_infos=False to have lists always.",
             )
-            assert isinstance(found, InfosNotMergedError)
             found.results, found.__cause__ = make(infos_of(False)), error.with_traceback(None)
             return found
         return make(infos)

@@ -124,6 +124,7 @@ def test_a_new_process_for_each_episode_of_a_batch_is_bit_for_bit_one_process_fo
     options: dict[str, Any] = {"autoreset_mode": mode, "restart": RestartPolicy(recycle_after_episodes=1)}
     with SubprocessVectorEnv([ends_at_reset] * 2, envs_per_worker=1, **options) as envs, calm_twin(2, mode) as twin:
         run_side_by_side(envs, twin, 50)
+        assert all(one.recycled > 5 for one in envs.statistics())
 
 
 def test_a_new_process_for_each_episode_of_single_envs_and_managers() -> None:

@@ -88,6 +88,11 @@ class WithNew(Exception):
         return super().__new__(cls, one, two)
 
 
+class OtherOfChildren(Exception):
+    def __new__(cls, *args):
+        return super().__new__(cls if cls is OtherOfChildren else Exception)
+
+
 class KeywordOnly(Exception):
     def __init__(self, *, code: int) -> None:
         self.code = code
@@ -114,7 +119,10 @@ COMBINED = [
     ImportError("x", name="module"), AssertionError(), WithSlots(7), KeywordOnly(code=3), UsageError("wrong"),
     gymnasium.error.AlreadyPendingCallError("x", "step"), WorkerLostError("gone"), Exception("x"),
 ]  # fmt: skip
-NOT_COMBINED = [WithMetaclass("x"), WithNew(1, 2), ReadOnly("x"), Gate("x"), WaitTimeout("x"), KeyboardInterrupt()]
+NOT_COMBINED = [
+    WithMetaclass("x"), WithNew(1, 2), OtherOfChildren("x"), ReadOnly("x"), Gate("x"), WaitTimeout("x"),
+    KeyboardInterrupt(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("cause", [*COMBINED, *NOT_COMBINED], ids=lambda cause: type(cause).__name__)

@@ -67,11 +67,9 @@ class Backend(Protocol):
             shared: What its envs are built from, if that lies in a shared file.
             preload: What the processes have imported when they are forked, if they can be.
         """
-        ...
 
     def setting(self) -> Setting:
         """Return what each of its processes must have in common with the trainer."""
-        ...
 
 
 class Processes:

@@ -21,7 +21,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from types import FrameType, ModuleType
+from traceback import walk_stack
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from multienv._engine.worker.imports import file_of, is_own
 _OF_TRAINER = {"jax", "logging", "matplotlib", "multienv", "os", "sys", "tensorflow", "torch", "warnings"}
 # How a C library is loaded, by ctypes, numpy and cffi.
 _LOADERS = ("CDLL", "LoadLibrary", "load_library", "dlopen")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_DATA = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _ASSIGNMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign
 _MOST = 2**20  # bytes of a value that is sent, about
@@ -69,12 +70,12 @@ def module_values() -> bytes:
             for path, literal in _literals(file).items():
                 with contextlib.suppress(Exception):  # a module may do anything when one looks at it
                     found = _found(own, path)
-                    if _is_plain(found) and repr(found) != repr(literal):
+                    if _is_data(found) and repr(found) != repr(literal):
                         values.setdefault(name, {})[path] = found
     for setting in _read(main_file()).settings:
         with contextlib.suppress(Exception):
             module, path = _placed(setting)
-            if _is_plain(found := _found(sys.modules[module], path)):
+            if _is_data(found := _found(sys.modules[module], path)):
                 values.setdefault(module, {})[path] = found
     return pickle.dumps((values, np.geterr()))
 
@@ -90,11 +91,9 @@ def is_below_guard() -> bool:
     """Return whether the line that the main script is at is below its main guard: an import would not run it."""
     guarded = _read(main_file()).guarded
     script = vars(sys.modules["__main__"])
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe(1)):
         if frame.f_code.co_name == "<module>" and frame.f_globals is script:
-            return any(frame.f_lineno in lines for lines in guarded)
-        frame = frame.f_back
+            return any(line in lines for lines in guarded)
     return bool(guarded)  # in another thread
 
 
@@ -128,12 +127,12 @@ def _placed(setting: _Setting) -> tuple[str, tuple[str, ...]]:
 def _is_sent(setting: _Setting) -> bool:
     module, path = _placed(setting)
     try:
-        return _is_plain(_found(sys.modules[module], path))
+        return _is_data(_found(sys.modules[module], path))
     except Exception:  # not executed yet, or a look at it runs code of the user
         return True
 
 
-def _is_plain(value: Any) -> bool:
+def _is_data(value: Any) -> bool:
     """Return whether a value is data of builtin types or of numpy, and not large."""
     left, room = [value], _MOST
     while left:
@@ -149,7 +148,7 @@ def _is_plain(value: Any) -> bool:
             left += one
         elif kind is type and one.__module__ == "builtins":  # np.bool = bool
             continue
-        elif kind is not np.ndarray and kind not in _PLAIN and not isinstance(one, np.generic):
+        elif kind is not np.ndarray and kind not in _DATA and not isinstance(one, np.generic):
             return False
     return True
 

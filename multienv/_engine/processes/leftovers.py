@@ -140,9 +140,7 @@ def _read(pid: int, name: str) -> bytes:
 
 def children() -> set[int]:
     """Return the children of this process's main thread, zombies included."""
-    with contextlib.suppress(OSError):
-        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-    return set()
+    return set(map(int, _read(os.getpid(), f"task/{os.getpid()}/children").split()))
 
 
 def shared_memory() -> set[str]:

@@ -61,7 +61,7 @@ def limit_error(error: OSError) -> SystemLimitError:
     """
     if error.errno is None:
         raise error
-    return SystemLimitError(error.errno, f"No worker can be launched: {os.strerror(error.errno or 0)}. {advice(error)}")
+    return SystemLimitError(error.errno, f"No worker can be launched: {os.strerror(error.errno)}. {advice(error)}")
 
 
 def advice(error: OSError) -> str:

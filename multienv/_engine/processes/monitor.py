@@ -351,7 +351,7 @@ class Monitor:
             refuse_incomplete(descriptors)
             if template is not None and not template.pid and not template.refusal:
                 self._start_template(template)
-            if template is not None and template.pid and not template.is_ready:
+            if template is not None and template.pid and not template.can_fork:
                 self._have_wait(template, order, descriptors)
                 return
             ends = make_lines(descriptors)
@@ -434,17 +434,16 @@ class Monitor:
     def _on_template_imported(self, template: Template) -> None:
         self._forget(template.fileno())
         template.read_outcome()
-        if template.is_ready:
+        if template.can_fork:
             self._launch_waiting(template)
         else:
             kill([template.pid])  # _reap() goes on
 
     def _on_template_ended(self, template: Template, code: int) -> None:
-        """Note that a template has ended: if it was good, or was killed, the next launch forks another.
+        """Note that a template has ended, and launch the workers that wait for it, without it.
 
-        Else workers do without.
-
-        One that is to leave out a package begins again; launches that wait do not wait for that.
+        If it was good, or was killed, the next launch begins another. If a package has spoilt it, it begins again at
+        once, and leaves that package out. If anything else has, later workers do without.
         """
         self._forget(template.fileno())
         why = template.note_end(code)
@@ -460,7 +459,7 @@ class Monitor:
         waiting, template.waiting = template.waiting, []
         for order, descriptors in waiting:
             self._forget(descriptors[0])
-            self._launch(order if template.is_ready else replace(order, token=0), descriptors)
+            self._launch(order if template.can_fork else replace(order, token=0), descriptors)
 
     def _drop_template(self, token: int) -> None:
         """End the template with this token, because no env needs it."""

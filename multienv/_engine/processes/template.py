@@ -33,12 +33,13 @@ from multienv._engine.wire.messages import Setting
 from multienv._engine.worker import imports
 from multienv._engine.worker import main as worker_main
 from multienv._engine.worker.census import OBSTACLES, census, standard_streams
+from multienv._engine.worker.snapshots import flush_streams
 
 # Seconds given to a template to fork a worker: milliseconds, unless the machine is short of memory.
 FORK_PATIENCE = 5.0
 # So many may be killed while they import: by the user, or for want of memory.
 _MOST_KILLED = 3
-_READY = b"ready"
+_IMPORTED = b"imported"
 _LEFT_OUT = "\0"  # before the name of a package that is to be left out, and before the reason
 _OWN = 5  # so many descriptors that come with an order are the worker's ends and stderr; then comes stdout
 _MOST_TEXT = 2000
@@ -55,7 +56,7 @@ class Template:
 
     Attributes:
         pid: Of the process; 0: there is none.
-        is_ready: It has imported, and can be forked.
+        can_fork: It has imported, and workers can be forked from it.
         refusal: Why it is never to be used; empty if nothing speaks against it.
         waiting: Launches that wait until the import is done, with their descriptors.
         left_out: Packages that a process for ``preload="auto"`` is not to import, because they cannot be forked.
@@ -63,7 +64,7 @@ class Template:
 
     def __init__(self, title: str, folder: str) -> None:
         self._title, self._folder, self._told = title, folder, b""
-        self.pid, self.is_ready, self.refusal = 0, False, ""
+        self.pid, self.can_fork, self.refusal = 0, False, ""
         self.waiting: list[tuple[Order, list[int]]] = []
         self.left_out: set[str] = set()
         self._channel: socket.socket | None = None
@@ -100,7 +101,7 @@ class Template:
         with contextlib.suppress(OSError):
             assert self._channel is not None
             self._told = self._channel.recv(_MOST_TEXT, socket.MSG_DONTWAIT)
-        self.is_ready = self._told == _READY
+        self.can_fork = self._told == _IMPORTED
 
     def note_end(self, code: int) -> str:
         """Note that the process has ended with this exit code; return what to tell the user if it was no good.
@@ -109,10 +110,10 @@ class Template:
         """
         if not self._told:
             self.read_outcome()
-        was_ready, told = self.is_ready, self._told.decode(errors="replace")
+        could_fork, told = self.can_fork, self._told.decode(errors="replace")
         self._forget_process()
         self._killed += not told and code == -signal.SIGKILL
-        if was_ready or (not told and code == -signal.SIGKILL and self._killed < _MOST_KILLED):
+        if could_fork or (not told and code == -signal.SIGKILL and self._killed < _MOST_KILLED):
             return ""
         left_out, _, why = told[1:].partition(_LEFT_OUT)
         if told.startswith(_LEFT_OUT) and left_out not in self.left_out:
@@ -147,7 +148,7 @@ class Template:
             kill([self.pid])
             if answer:  # not its own: it counts as killed while it imported
                 self._channel.close()
-                self.is_ready, self._told = False, b""
+                self.can_fork, self._told = False, b""
             raise OSError(errno.ESRCH, f"The process that has imported {self._title} has ended, or gives no answer")
         return pid
 
@@ -159,7 +160,7 @@ class Template:
     def _forget_process(self) -> None:
         if self._channel is not None:
             self._channel.close()
-        self.pid, self.is_ready, self._told, self._channel = 0, False, b"", None
+        self.pid, self.can_fork, self._told, self._channel = 0, False, b"", None
 
 
 def _words(code: int) -> str:
@@ -184,7 +185,7 @@ def _serve(channel: socket.socket, monitor: int, imports: bytes, left_out: Abstr
         if os.getpid() != own:  # an import has forked, and goes on in the child
             os._exit(0)
         worker_main.set_signal_handlers()  # a module may have set others
-        channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _READY)
+        channel.sendall(refusal.encode(errors="replace")[:_MOST_TEXT] or _IMPORTED)
         while not refusal:
             received = Order.receive(channel)
             if received is None:
@@ -228,9 +229,7 @@ def _import(
     imports.note_files(began)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     faulthandler.unregister(signal.SIGALRM)
-    for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffered text again
-        with contextlib.suppress(Exception):
-            stream.flush()
+    flush_streams()  # or each worker would write the buffered text again
     ctypes.CDLL(None).fflush(None)
     gc.collect()
     gc.freeze()  # as in the monitor

@@ -92,30 +92,24 @@ class Watch:
                 self._waking.pop(member, None)
         return Watched(self._known, self._waking if self._sleeps else self._quiet, self._sleeps)
 
-    def add(self, asked: Iterable[tuple[int, Channel | None, int]]) -> list[int]:
-        """Watch members that are asked now.
+    def add(self, asked: Iterable[tuple[int, Channel, int]]) -> None:
+        """Watch members that are asked now; leave out those whose process has ended.
 
         Args:
-            asked: Of each: the member; the channel to its process, ``None``: it has none; and the number of its
-                request.
-
-        Returns:
-            The members that this object cannot watch: their process has ended, or there is none.
+            asked: Of each: the member, the channel to its process, and the number of its request.
         """
-        unwatched, sleeps, channels = [], self._sleeps, self._channels
+        sleeps, channels = self._sleeps, self._channels
         # If the trainer sleeps, a signal handler asks.
         here, there = (self._waking, self._quiet) if sleeps else (self._quiet, self._waking)
         for member, channel, number in asked:
-            if channel is not None and channels.get(member) is not channel:
+            if channels.get(member) is not channel:
                 self._register(member, channel)
-            if channel is None or not self._descriptors[member]:
-                unwatched.append(member)
+            if not self._descriptors[member]:
                 continue
             words = self._known[member] = channel.segment.words
             there.pop(member, None)
             here[member] = words, number
             words[TRAINER_SLEEPS] = sleeps
-        return unwatched
 
     def _register(self, member: int, channel: Channel) -> None:
         self.remove(member)

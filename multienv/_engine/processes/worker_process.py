@@ -81,8 +81,7 @@ def run_uninterrupted(function: Callable[[], T]) -> T:
     try:
         if task.error is not None:
             raise task.error
-        result: T = task.result
-        return result
+        return task.result
     finally:
         del task  # the traceback holds this frame
 

@@ -275,8 +275,7 @@ class Answers:
         """Return the spaces that a single env has set; those it was built with if there are none that can be read."""
         with contextlib.suppress(Illegible):
             if spaces:
-                set_ones: tuple[Any, Any] = call_user_code(partial(pickle.loads, spaces), Illegible)
-                return set_ones
+                return call_user_code(partial(pickle.loads, spaces), Illegible)
         return self.codec.space, self.codec.action_space
 
     def shown(self, segment: Segment) -> Any:
@@ -406,5 +405,4 @@ def call_answer(
 
 def info_of(extras: Extras) -> dict[str, Any]:
     """Return the info of a single env; ``{}`` if it has none."""
-    info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]
-    return info
+    return next(iter(extras.infos), (0, {}))[1]

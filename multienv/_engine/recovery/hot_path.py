@@ -40,12 +40,8 @@ _PATIENCE = 0.01
 # What a plain reply means for the episode.
 GOES_ON, _ENDS, BEGINS = 0, 1, 2
 
-
-class _Missing:
-    """Stands for the answer that is not there yet."""
-
-
-MISSING = _Missing()
+# Stands for the answer that is not there yet.
+MISSING: Any = object()
 
 
 class StepBuffers:
@@ -82,14 +78,14 @@ class StepBuffers:
         self.after = (RUNNING, EPISODE_OVER if codec.verbatim else RUNNING, RUNNING)
 
 
-def buffers_of(supervisor: Any, channel: Channel, codec: Codec) -> Any:
-    """Return what the hot path touches of a process that a supervisor is about to adopt."""
-    return StepBuffers(channel, codec)
+def buffers_of(supervisor: Any) -> Any:
+    """Return what the hot path touches of a supervisor's process."""
+    return StepBuffers(supervisor.channel, supervisor.codec)
 
 
-def _native_buffers(supervisor: Any, channel: Channel, codec: Codec) -> Any:
+def _native_buffers(supervisor: Any) -> Any:
     """Return the native counterpart: one ``Hot`` object with everything that the C loops read."""
-    segment, position = channel.segment, supervisor.position
+    codec, segment, position = supervisor.codec, supervisor.channel.segment, supervisor.position
     shown: list[Any] = [*codec.shown(segment)]
     infos = None if codec.verbatim else [NumberInfos(NO_COLUMNS, b"") for _ in shown]
     if infos is not None:
@@ -98,7 +94,7 @@ def _native_buffers(supervisor: Any, channel: Channel, codec: Codec) -> Any:
     parts = position, supervisor.pending, supervisor.maintenance, position.journal, supervisor.answers
     return native.Hot(
         owners=(supervisor, *parts),
-        buffers=StepBuffers(channel, codec),
+        buffers=StepBuffers(supervisor.channel, codec),
         areas=segment.reply_areas,
         slots=codec.slots,
         rewards=codec.layout.rewards,

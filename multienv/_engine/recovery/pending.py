@@ -231,10 +231,11 @@ class Pending:
 
     # --- another process --------------------------------------------------------------------------
 
-    def save_step(self, segment: Segment, number: int) -> None:
-        """Copy a step out of the bank of a lost process, for the next process."""
+    def save_step(self, segment: Segment, number: int) -> tuple[int, bytes, bytes]:
+        """Copy a step out of the bank of a lost process, for the next process; return its number, part and payload."""
         if self._saved is None or self._saved[0] != number:
             self._saved = (number, *_step_in(segment, number))
+        return self._saved
 
     def _write_saved_step(self, segment: Segment, number: int) -> None:
         """Write a saved step into the segment of another process."""
@@ -414,9 +415,7 @@ class Pending:
             kind = RESET if self.message is PLAIN_RESET else MESSAGE
             part, payload = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.payload
         else:
-            self.save_step(segment, number)
-            assert self._saved is not None
-            _, part, payload = self._saved
+            _, part, payload = self.save_step(segment, number)
         return Entry(part + bytes(layout.end - len(part)), payload).packed()
 
 

@@ -133,19 +133,15 @@ class Launcher(Protocol):
 
     def start(self) -> Channel:
         """Launch a process; does not wait for it."""
-        ...
 
     def wake_kept(self, token: int) -> Channel | None:
         """Wake the snapshot kept under this token; ``None`` if it is gone."""
-        ...
 
     def free(self, token: int) -> None:
         """End the snapshot kept under this token."""
-        ...
 
     def close(self) -> None:
         """End the launcher: no process is launched any more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +490,7 @@ class Recoverer:
         while not self._closed and time.monotonic() < until:
             if time.monotonic() >= progress.log_at:
                 self._log_doing(progress, doing)
-            interrupts.sleep(_LOOK)
+            interrupts.sleep(_LOOK)  # no event: close() takes no lock, as a signal handler may call it
         if self._closed:
             raise Unrecoverable("it was closed")
 

@@ -197,10 +197,8 @@ class Reporter:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def _case(self, entry: Callable[[BankLayout], bytes], deadline: float | None) -> Case | None:
-        """Return the data for a crash report; ``None`` if no reports are wanted."""
-        if not self.reports.wanted:
-            return None
+    def _case(self, entry: Callable[[BankLayout], bytes], deadline: float | None) -> Case:
+        """Return the data for a crash report."""
         journal, build, codec = self._position.journal, self._position.build, self.codec
         known = journal.recording and codec is not None
         packed = build.env_fns
@@ -247,7 +245,7 @@ class Reporter:
             seeds=tuple(self.seed_of(slot, command) for slot in range(self.slots)),
         )
         self._lost_in = self._position.number
-        self.reports.open(loss, self._case(entry, limit))
+        self.reports.open(loss, partial(self._case, entry, limit))
         logger.info("%s", what_happened(loss))
         self._losses += 1
         self.last_loss = loss

@@ -16,14 +16,13 @@ from multienv._engine.recovery.hot_path import GOES_ON, plain_heads
 from multienv._engine.recovery.position import Position
 from multienv._engine.reports.texts import cause_of, counted
 from multienv._engine.sometimes import sometimes
-from multienv._engine.wire.banks import ENDED, FAILED, RESET, SKIPPED, STEP, entry_of
+from multienv._engine.wire.banks import ENDED, FAILED, RESET, SKIPPED, STEP, Array, entry_of
 from multienv._engine.wire.infos import Extras, Illegible, NumberInfos, numbers_in
 from multienv._engine.wire.messages import PLAIN_RESET, Failure, Rollout, RolloutResult, call_user_code
 from multienv._engine.wire.rows import batch_of, leaf_spaces, nested, stacked
 from multienv._engine.wire.segment import Segment
 from multienv.errors import PolicyError
 
-Array = np.ndarray[Any, Any]
 Infos = NumberInfos | list[tuple[int, Any]]  # slot and info of those that have one
 _NO_PAYLOAD = b"", b""
 
@@ -276,8 +275,7 @@ class RolloutReader:
         """Return the array that lies at this offset in each bank, over their memory."""
         size = self._aside.layout.size
         bank = np.dtype({"names": ["it"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": size})
-        stack: Array = np.ndarray(len(result.banks) // size, bank, result.banks)["it"]
-        return stack
+        return np.ndarray(len(result.banks) // size, bank, result.banks)["it"]
 
 
 def policy_error(failure: Failure, steps: int) -> PolicyError:

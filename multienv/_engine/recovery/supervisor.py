@@ -319,9 +319,7 @@ class Supervisor:
     def _make_buffers(self) -> None:
         """Make what the hot path touches of the present process, for the first request to it."""
         if self.buffers is None:
-            assert self.channel is not None
-            assert self.codec is not None
-            self.buffers = buffers_of(self, self.channel, self.codec)
+            self.buffers = buffers_of(self)
 
     def _publish(self) -> None:
         self._make_buffers()

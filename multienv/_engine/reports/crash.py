@@ -115,24 +115,22 @@ class CrashReports:
         index: Index of the worker's first env in its batch.
 
     Attributes:
-        wanted: Whether there are reports.
         path: Of the report that is open; ``""``: none is.
         last: Of the report that was closed last; ``""``: there is none.
     """
 
     def __init__(self, directory: Path | None, index: int | None) -> None:
-        self.wanted = directory is not None
         self.path = self.last = ""
         self._directory, self._index = directory, index
         self._case: Case | None = None
 
-    def open(self, loss: Loss, case: Case | None) -> None:
+    def open(self, loss: Loss, make_case: Callable[[], Case]) -> None:
         """Open a report for a loss, if reports are wanted."""
-        if self._directory is not None and case is not None:
+        if self._directory is not None:
             # The env's own index where the loss has one: with several envs, the env that the worker was executing.
             index = self._index if loss.env_index is None else loss.env_index
             self.path = str(store.new_path(self._directory, index))
-            self._case = case
+            self._case = make_case()
 
     def drop(self) -> None:
         """Forget the report that is open: its worker is closed, and nothing will become of the loss."""

@@ -12,7 +12,7 @@ import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -20,10 +20,8 @@ from gymnasium import spaces
 from multienv._engine.wire.banks import HEAD, STEP, STEPPED, U32
 from multienv._engine.wire.messages import call_user_code, dumps
 from multienv._engine.wire.rows import ARRAYS, SOLID
+from multienv._engine.wire.segment import Segment
 from multienv.errors import ActionError
-
-if TYPE_CHECKING:
-    from multienv._engine.wire.segment import Segment
 
 # Writes head and action of a step request into its bank; raises ActionError before anything is written.
 Encode = Callable[[int, Any], None]

@@ -148,8 +148,7 @@ class Bank:
     def leaf(self, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return the array of one leaf of the observation, a row for each slot."""
         count = self.layout.slots * math.prod(shape)
-        found: Array = np.frombuffer(self.view, dtype, count, self.layout.leaves[index])
-        return found.reshape((self.layout.slots, *shape))
+        return np.frombuffer(self.view, dtype, count, self.layout.leaves[index]).reshape((self.layout.slots, *shape))
 
 
 # --- journal entries --------------------------------------------------------------------------

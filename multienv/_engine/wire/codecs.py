@@ -17,11 +17,10 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
 from multienv._engine.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
-from multienv._engine.wire.banks import LENGTH, PICKLED_AT, Bank, BankLayout
+from multienv._engine.wire.banks import LENGTH, PICKLED_AT, Array, Bank, BankLayout
 from multienv._engine.wire.infos import Extras, numbers_in
 from multienv._engine.wire.messages import Description
 from multienv._engine.wire.rows import (
-    Array,
     has_rows,
     integer_reader,
     leaf_forms,
@@ -203,8 +202,7 @@ class Codec:
     ) -> tuple[Any, Any, bool, bool]:
         """Return observation, reward, terminated and truncated of a single env; arguments as of :meth:`observation`."""
         if pickled_row is not None:
-            whole: tuple[Any, Any, bool, bool] = pickle.loads(pickled_row)
-            return whole
+            return pickle.loads(pickled_row)
         bank = segment.banks[number & 1]
         tag, number_of_reward = bank.view[4], bank.rewards[0].item()
         reward = REWARD_TYPES[tag](number_of_reward) if tag else number_of_reward

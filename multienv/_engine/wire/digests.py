@@ -41,8 +41,7 @@ _MIX, _STEP, _NEXT = (
 
 def _mixed(words: Array) -> Array:
     words = (words ^ (words >> _HALF)) * _MIX
-    mixed: Array = words ^ (words >> _HALF)
-    return mixed
+    return words ^ (words >> _HALF)
 
 
 _KEYS = _mixed(np.arange(1, _WORDS + 1, dtype=np.uint64) * _STEP)
@@ -102,8 +101,7 @@ def _row_digests(leaf: Array) -> Callable[[], Array]:
         np.multiply(low, high, out=low)
         np.add(low, words, out=low)
         sums = low.sum(axis=2, dtype=np.uint64)
-        total: Array = (_mixed(sums) * weights).sum(axis=1, dtype=np.uint64)
-        return total
+        return (_mixed(sums) * weights).sum(axis=1, dtype=np.uint64)
 
     return digests
 

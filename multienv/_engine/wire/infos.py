@@ -37,7 +37,7 @@ _FORMATS: dict[type, str] = {
 }
 _TYPES = list(_FORMATS)
 _CODES = {kind: code for code, kind in enumerate(_TYPES)}
-_PLAIN = frozenset((float, int, bool))
+_BUILT_IN = frozenset((float, int, bool))
 NUMBERS, _STRINGS = frozenset(_TYPES), frozenset((str,))
 # What gymnasium merges in a way of its own.
 _SPECIAL = ("final_obs", "final_info")
@@ -52,7 +52,7 @@ class Columns:
         self.keys, self.types = keys, types
         self.formats = "".join([_FORMATS[kind] for kind in types])
         self.row = struct.Struct(f"={self.formats}")
-        self._is_plain = _PLAIN.issuperset(types)
+        self._is_built_in = _BUILT_IN.issuperset(types)
 
     def described(self, head: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes, bytes]:
         """Return what native code needs to know of infos that have ``head`` before their numbers."""
@@ -60,10 +60,10 @@ class Columns:
 
     def info(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return an info, each value of the type that it had."""
-        if self._is_plain:
+        if self._is_built_in:
             return dict(zip(self.keys, values, strict=True))
         return {
-            key: value if kind in _PLAIN else kind(value)
+            key: value if kind in _BUILT_IN else kind(value)
             for key, kind, value in zip(self.keys, self.types, values, strict=True)
         }
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-if TYPE_CHECKING:
-    from multienv._engine.wire.banks import Bank
+from multienv._engine.wire.banks import Array, Bank
 
-Array = np.ndarray[Any, Any]
 WriteRow = Callable[[int, Any], None]  # row, observation
 
 # Spaces whose values are arrays; and those whose values have a fixed size.
@@ -203,8 +201,7 @@ def _fitting(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str
     same_kind = np.can_cast(array.dtype, dtype, "same_kind")
     if not same_kind and not (isinstance(value, int) and _holds(dtype, value)):
         raise TypeError(f"{name} has dtype {array.dtype}; the env's observation space wants {dtype}. {_FIX}")
-    fitting: Array = array.astype(dtype, copy=False)
-    return fitting
+    return array.astype(dtype, copy=False)
 
 
 def _holds(dtype: np.dtype[Any], value: int) -> bool:

@@ -22,14 +22,10 @@ import resource
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from multienv._engine.native import native
-from multienv._engine.wire.banks import SMALL, Bank
+from multienv._engine.wire.banks import SMALL, Bank, BankLayout
 from multienv.errors import SystemLimitError
-
-if TYPE_CHECKING:
-    from multienv._engine.wire.banks import BankLayout
 
 # What the kernel's list of mappings calls the segment.
 SHARED_NAME = "multienv"
@@ -258,8 +254,7 @@ def mapped_file(descriptor: int, size: int, offset: int = 0, flags: int = mmap.M
 
 def _words(memory: memoryview) -> memoryview[int]:
     """Return the control words in a memory as integers."""
-    words: memoryview[int] = memory.cast("q") if native is None else native.Words(memory)  # which stands in for one
-    return words
+    return memory.cast("q") if native is None else native.Words(memory)  # which stands in for one
 
 
 def _too_large(size: int, limit: int) -> SystemLimitError:

@@ -49,7 +49,7 @@ from multienv._engine.worker.imports import noted_files
 from multienv._engine.worker.main_module import stand_in
 from multienv._engine.worker.module_values import set_module_values
 from multienv._engine.worker.replies import exit_code
-from multienv._engine.worker.snapshots import Snapshots, Woken
+from multienv._engine.worker.snapshots import Snapshots, Woken, flush_streams
 
 # Sent to a worker that hangs: faulthandler then writes the stacks of all threads, also while C code runs.
 STACK_SIGNAL = signal.SIGUSR2
@@ -95,9 +95,7 @@ def main(descriptors: WorkerDescriptors, title: str) -> NoReturn:
         sys.excepthook(*sys.exc_info())
         code = 1
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(BaseException):
-                stream.flush()
+        flush_streams()
         os._exit(code)  # not sys.exit: exit handlers are the monitor's
 
 
@@ -155,6 +153,7 @@ def _serve(
             spins = not affinity.is_crowded and bool(words[SPINNERS])
             if native is not None:
                 last = native.serve(words, host.handle, last, untimed, SPIN_SECONDS if spins else 0.0, forks, wake)
+                spins = False  # it has looked
                 if forks.is_astray:
                     os._exit(0)
             if words[REQUEST] == last and (host.closing or not _await_request(wake_socket, words, last, spins=spins)):
@@ -206,8 +205,6 @@ def _await_request(wake_socket: socket.socket, words: Any, last: int, *, spins: 
 
 def _differs(words: Any, last: int) -> bool:
     """Poll for another request than ``last`` for a while; each time, yield the core to other processes."""
-    if native is not None:  # serve() has looked
-        return False
     until = time.perf_counter() + SPIN_SECONDS
     while words[REQUEST] == last:
         if time.perf_counter() > until:

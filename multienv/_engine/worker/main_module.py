@@ -19,7 +19,8 @@ import sys
 import threading
 from collections.abc import Mapping
 from multiprocessing import reduction
-from types import FrameType, ModuleType
+from traceback import walk_stack
+from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -173,16 +174,14 @@ def refuse_while_importing() -> None:
     """Raise UsageError if this worker is importing the code that makes envs: each would start workers of its own."""
     if not isinstance(sys.modules.get("__main__"), MainModule):
         return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe(1)):
         module = sys.modules.get(frame.f_globals.get("__name__", ""))
         if frame.f_code.co_name == "<module>" and getattr(module, "__dict__", None) is frame.f_globals:
             raise UsageError(
                 "An env in a process of its own is made while a worker imports "
-                f"{frame.f_code.co_filename}, line {frame.f_lineno}. Put the code that makes envs below "
+                f"{frame.f_code.co_filename}, line {line}. Put the code that makes envs below "
                 "`if __name__ == '__main__':`, so that an import does not run it."
             )
-        frame = frame.f_back
 
 
 _travelled: dict[str, Any] = {}

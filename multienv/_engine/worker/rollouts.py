@@ -31,6 +31,7 @@ from multienv._engine.wire.banks import (
     STEP,
     STEPPED,
     U32,
+    Array,
     Bank,
 )
 from multienv._engine.wire.codecs import payload_of
@@ -41,8 +42,6 @@ from multienv._engine.worker.env_group import EnvGroup
 from multienv._engine.worker.replies import answer_failure, failure_of, pickled
 from multienv._engine.worker.stepper import Stepper
 from multienv.errors import ActionError
-
-Array = np.ndarray[Any, Any]
 
 
 class RolloutRunner:

@@ -89,6 +89,13 @@ class Woken(BaseException):
         self.number = number
 
 
+def flush_streams() -> None:
+    """Write out what the standard streams have buffered; they may be the env's, or closed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+
+
 def interval_for(cost: float, mean: float = math.inf) -> float:
     """Return the seconds of the envs' time between two snapshots.
 
@@ -211,9 +218,7 @@ class Snapshots:
             channel, theirs = socket.socketpair()
         except OSError:  # no descriptor is left
             return FAILED
-        for stream in (sys.stdout, sys.stderr):  # or the copy would write the buffered text again
-            with contextlib.suppress(Exception):
-                stream.flush()
+        flush_streams()  # or the copy would write the buffered text again
         drawn = random.getstate()  # Python seeds `random` anew in a forked child
         timers = [signal.getitimer(which) for which in _TIMERS]  # and a child has none
         try:
