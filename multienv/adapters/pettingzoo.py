@@ -145,7 +145,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         Returns:
             Observations and infos by agent.
         """
-        return self._outcome(self._built().reset(seed=seed, options=options))
+        return self._outcome(self._built().reset(seed=seed, options=options))  # type: ignore[no-any-return]
 
     def reset_async(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect the result with :meth:`reset_wait`."""
@@ -153,7 +153,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
         """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        return self._outcome(self._env.reset_wait(timeout))
+        return self._outcome(self._env.reset_wait(timeout))  # type: ignore[no-any-return]
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Take one step.
@@ -170,7 +170,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        return self._outcome(self._env.step(actions))
+        return self._outcome(self._env.step(actions))  # type: ignore[no-any-return]
 
     def step_async(self, actions: dict[Any, Any]) -> None:
         """Send a step; collect the result with :meth:`step_wait`."""
@@ -178,7 +178,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect the result of the step. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        return self._outcome(self._env.step_wait(timeout))
+        return self._outcome(self._env.step_wait(timeout))  # type: ignore[no-any-return]
 
     def render(self) -> Any:
         """Render the env and return the result of its ``render``."""
@@ -193,14 +193,14 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
         For an agent that appears during an episode, it is the same object within that episode.
         """
-        return self._spaces_of(agent)[0]
+        return self._spaces_of(agent)[0]  # type: ignore[no-any-return]
 
     def action_space(self, agent: Any) -> spaces.Space[Any]:
         """Return an agent's action space, always the same object.
 
         For an agent that appears during an episode, it is the same object within that episode.
         """
-        return self._spaces_of(agent)[1]
+        return self._spaces_of(agent)[1]  # type: ignore[no-any-return]
 
     # --- branching and checkpoints ----------------------------------------------------------------
 

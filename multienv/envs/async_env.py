@@ -215,7 +215,7 @@ class AsyncEnv:
                 self._awaited = None
         self._call = None  # no call of anything comes after it: an interruption would lose the outcome
         if error is None:
-            return answer
+            return answer  # type: ignore[no-any-return]
         try:
             raise error
         finally:

@@ -125,7 +125,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._ending, self._is_due = transition if at_once else None, True
             if at_once:
                 return self._begin_here()
-        return transition
+        return transition  # type: ignore[no-any-return]
 
     @runs_user_code
     def _begin_here(self) -> Transition:
@@ -142,7 +142,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect the result of step_async(). Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        return self._halves().wait("step", timeout)
+        return self._halves().wait("step", timeout)  # type: ignore[no-any-return]
 
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect the result with :meth:`reset_wait`."""
@@ -152,7 +152,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Collect the result of reset_async(): observation and info."""
         self._halves()
-        return self.env.reset_wait(timeout)  # type: ignore[attr-defined]
+        return self.env.reset_wait(timeout)  # type: ignore[attr-defined, no-any-return]
 
     def _halves(self) -> Calls:
         if self._calls is None:

@@ -152,7 +152,7 @@ class MultiEnv:
             results = [_UNTOUCHED if result is None else result for result in results]
         lists: Any = tuple(map(list, zip(*results, strict=True)))
         fan.finish()
-        return lists
+        return lists  # type: ignore[no-any-return]
 
     def _check_actions(self, actions: Any, count: int, what: str) -> None:
         if type(actions) is list and len(actions) == count:
@@ -294,7 +294,7 @@ class MultiEnv:
             UsageError: Fewer than ``k`` envs are under way, or none.
         """
         self._refuse_if_closed("recv()")
-        return self._stream.start("recv").recv(self._received, k, at_most, timeout)
+        return self._stream.start("recv").recv(self._received, k, at_most, timeout)  # type: ignore[no-any-return]
 
     def _received(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns for these results, or the error to raise."""

@@ -130,7 +130,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         Returns:
             Observation and info, as the env returned them.
         """
-        return self._calls.ask("reset", self._reset_message(seed, options))
+        return self._calls.ask("reset", self._reset_message(seed, options))  # type: ignore[no-any-return]
 
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect the result with :meth:`reset_wait`."""
@@ -138,7 +138,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        return self._calls.wait("reset", timeout)
+        return self._calls.wait("reset", timeout)  # type: ignore[no-any-return]
 
     def step(self, action: Any) -> Transition:
         """Take one step.
@@ -162,7 +162,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        return self._calls.ask("step", action)
+        return self._calls.ask("step", action)  # type: ignore[no-any-return]
 
     def step_async(self, action: Any) -> None:
         """Send a step; collect the result with :meth:`step_wait`."""
@@ -173,7 +173,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
         If the worker is lost meanwhile, this call recovers it first, in at most ``Deadlines.recovery`` seconds.
         """
-        return self._calls.wait("step", timeout)
+        return self._calls.wait("step", timeout)  # type: ignore[no-any-return]
 
     def rollout(self, policy: Policy, steps: int) -> Fragment:
         """Take many steps in one request: the policy runs beside the env, in the env's process.
@@ -204,7 +204,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             ResetNeededError: No episode is running.
         """
         message = None if self._calls.pending() == "rollout" else rollout_message(policy, steps)
-        return self._calls.ask("rollout", message)
+        return self._calls.ask("rollout", message)  # type: ignore[no-any-return]
 
     def render(self) -> Any:
         """Render the env and return the result of its ``render``.

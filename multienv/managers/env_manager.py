@@ -249,7 +249,7 @@ class EnvManager:
         scheduler = self._launched("step()")
         self._send_steps(scheduler, actions)
         self._wait(scheduler, len(actions))
-        return scheduler.deliver_timesteps("step()", dict)
+        return scheduler.deliver_timesteps("step()", dict)  # type: ignore[no-any-return]
 
     def _send_steps(self, scheduler: Scheduler, actions: Mapping[Any, Any]) -> None:
         """Send these steps, all of them or none."""

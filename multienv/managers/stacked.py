@@ -106,7 +106,7 @@ class StackedSubprocessEnvManager(EnvManager):
         self._send_steps(scheduler, dict(zip(order, rows, strict=True)))
         self._batch = self._implied = None
         self._wait(scheduler, len(order))
-        return scheduler.deliver_timesteps("step()", lambda steps: self._listed(scheduler, steps, order))
+        return scheduler.deliver_timesteps("step()", lambda steps: self._listed(scheduler, steps, order))  # type: ignore[no-any-return]
 
     def _reset(self, scheduler: Scheduler, params: Mapping[int, dict[str, Any] | None] | None) -> None:
         """Reset envs, at the launch too: the last batch is no longer valid; all envs together are the next one."""

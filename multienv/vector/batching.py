@@ -193,7 +193,7 @@ def action_splitter(space: Space, slices: Sequence[slice], name: str = "step()")
                     if actions.dtype is not last:
                         last, head = actions.dtype, step_head_of(actions.dtype)
                     if head:
-                        return native.Parts(actions, slices, head)
+                        return native.Parts(actions, slices, head)  # type: ignore[no-any-return]
                 return [actions[cut] for cut in slices]
             return split_any(actions, envs)
 

@@ -259,7 +259,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _collect_reset(self, timeout: float | None) -> tuple[Any, Any]:
         current = self._fanout.collect(timeout)
-        return self._handed_over(current, partial(self._special_outcome, current))
+        return self._handed_over(current, partial(self._special_outcome, current))  # type: ignore[no-any-return]
 
     # --- step -------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             answers = self._fanout.answers_of(current)
             infos = self._plain_infos(answers)
         if infos is None:
-            return self._handed_over(current, partial(self._special_outcome, current))
+            return self._handed_over(current, partial(self._special_outcome, current))  # type: ignore[no-any-return]
         batch = (*self._rows.batch(answers), infos)
         self._fanout.finish()
         current.answers = {}  # no call: see _handed_over()
@@ -396,7 +396,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             UsageError: ``k`` results cannot arrive: too few envs are under way.
         """
         self._refuse_if_closed("recv")
-        return self._stream.start("recv").recv(self._received, k, at_most, timeout)
+        return self._stream.start("recv").recv(self._received, k, at_most, timeout)  # type: ignore[no-any-return]
 
     def _received(self, ready: ReadyBatch) -> Any:
         """Return what recv() returns for these results, or the error to raise."""
@@ -486,7 +486,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 lambda merges: {step: self._infos.of(parts[step], merges) for step in steps},
             )
 
-        return self._handed_over(current, make)
+        return self._handed_over(current, make)  # type: ignore[no-any-return]
 
     def _fragment_error(self, answers: list[Any], failures: dict[int, BaseException]) -> MultienvError:
         results: list[Any] = [None] * self.num_envs
@@ -687,7 +687,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 return envs_failed(f"{current.name}()", self.autoreset_mode, failures, results)
             return results
 
-        return self._handed_over(current, make)
+        return self._handed_over(current, make)  # type: ignore[no-any-return]
 
     @property
     def np_random(self) -> Any:

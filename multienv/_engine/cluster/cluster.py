@@ -260,11 +260,11 @@ class RayHost:
     def call(self, serial: int, sent: list[Frame]) -> Future[list[Frame]]:
         """Call ``Relay.exchange``. If the future raises, the host is lost."""
         refuse_if_disconnected(self._ray)
-        return self._actor.exchange.remote(serial, sent).future()
+        return self._actor.exchange.remote(serial, sent).future()  # type: ignore[no-any-return]
 
     def pulse(self) -> Future[None]:
         """Ask the actor for a sign of life: the future is done when it comes."""
-        return self._actor.pulse.remote().future()
+        return self._actor.pulse.remote().future()  # type: ignore[no-any-return]
 
     def end(self) -> None:
         """Kill the actor; the monitor sees that and kills the workers. Does not wait and never raises."""

@@ -81,7 +81,7 @@ def run_uninterrupted(function: Callable[[], T]) -> T:
     try:
         if task.error is not None:
             raise task.error
-        return task.result
+        return task.result  # type: ignore[no-any-return]
     finally:
         del task  # the traceback holds this frame
 

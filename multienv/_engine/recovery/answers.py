@@ -275,7 +275,7 @@ class Answers:
         """Return the spaces that a single env has set; those it was built with if there are none that can be read."""
         with contextlib.suppress(Illegible):
             if spaces:
-                return call_user_code(partial(pickle.loads, spaces), Illegible)
+                return call_user_code(partial(pickle.loads, spaces), Illegible)  # type: ignore[no-any-return]
         return self.codec.space, self.codec.action_space
 
     def shown(self, segment: Segment) -> Any:

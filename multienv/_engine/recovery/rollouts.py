@@ -275,7 +275,7 @@ class RolloutReader:
         """Return the array that lies at this offset in each bank, over their memory."""
         size = self._aside.layout.size
         bank = np.dtype({"names": ["it"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": size})
-        return np.ndarray(len(result.banks) // size, bank, result.banks)["it"]
+        return np.ndarray(len(result.banks) // size, bank, result.banks)["it"]  # type: ignore[no-any-return]
 
 
 def policy_error(failure: Failure, steps: int) -> PolicyError:

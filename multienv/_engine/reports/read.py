@@ -58,7 +58,7 @@ def load(path: str | Path) -> Report:
     try:
         # Classes of the trainer's own modules may be in what is pickled.
         sys.path += [entry for entry in document["build"]["path"] or () if entry not in sys.path]
-        return replace(pickle.loads(data), path=str(path))
+        return replace(pickle.loads(data), path=str(path))  # type: ignore[no-any-return]
     except Exception as error:  # a class that cannot be imported here; unpickling runs code of the user
         raise UsageError(
             f"{beside} cannot be loaded: {type(error).__name__}: {error}. It was made with {document.get('made_with')}."

@@ -189,7 +189,7 @@ def env_error(failure: Failure, *, index: int | None, command: str, step: int | 
     if failure.returned is not None:
         with contextlib.suppress(Exception):  # its info may be of a class that is not importable here
             error.returned = pickle.loads(failure.returned)
-    return error
+    return error  # type: ignore[no-any-return]
 
 
 def cause_of(failure: Failure) -> BaseException:

@@ -202,7 +202,7 @@ class Codec:
     ) -> tuple[Any, Any, bool, bool]:
         """Return observation, reward, terminated and truncated of a single env; arguments as of :meth:`observation`."""
         if pickled_row is not None:
-            return pickle.loads(pickled_row)
+            return pickle.loads(pickled_row)  # type: ignore[no-any-return]
         bank = segment.banks[number & 1]
         tag, number_of_reward = bank.view[4], bank.rewards[0].item()
         reward = REWARD_TYPES[tag](number_of_reward) if tag else number_of_reward

@@ -41,7 +41,7 @@ _MIX, _STEP, _NEXT = (
 
 def _mixed(words: Array) -> Array:
     words = (words ^ (words >> _HALF)) * _MIX
-    return words ^ (words >> _HALF)
+    return words ^ (words >> _HALF)  # type: ignore[no-any-return]
 
 
 _KEYS = _mixed(np.arange(1, _WORDS + 1, dtype=np.uint64) * _STEP)
@@ -101,7 +101,7 @@ def _row_digests(leaf: Array) -> Callable[[], Array]:
         np.multiply(low, high, out=low)
         np.add(low, words, out=low)
         sums = low.sum(axis=2, dtype=np.uint64)
-        return (_mixed(sums) * weights).sum(axis=1, dtype=np.uint64)
+        return (_mixed(sums) * weights).sum(axis=1, dtype=np.uint64)  # type: ignore[no-any-return]
 
     return digests
 

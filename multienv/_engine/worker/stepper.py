@@ -144,7 +144,7 @@ class Stepper:
 
         if native is None or rows.pickled_rows is not None or not (verbatim or is_array):
             return handle
-        return native.Step(
+        return native.Step(  # type: ignore[no-any-return]
             reference=handle,
             rest=rest,
             note_error=self._note_error,
