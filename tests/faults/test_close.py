@@ -311,6 +311,7 @@ def test_env_closes_that_are_cut_by_close_are_told_of_in_one_line(
 ) -> None:
     envs = open_saving(kind, str(tmp_path / "saved"), 60, Deadlines(close=0.5))
     envs.close()
+    assert becomes_true(lambda: caplog.records)  # close() waits for the log half a second at the most
     (record,) = caplog.records
     names = "env 0" if kind == "env" else "env 0, env 1, env 2 and 1 more"
     assert record.getMessage().startswith(f"close() of {names} was cut short, and the process was killed.")
@@ -345,6 +346,7 @@ def test_env_that_is_busy_when_it_is_closed_is_told_of(caplog: pytest.LogCapture
     env.reset(seed=0)
     env.step_async(0)
     env.close()
+    assert becomes_true(lambda: caplog.records)
     (record,) = caplog.records
     assert record.getMessage().startswith("close() of env 7 was cut short")
     assert record.getMessage().endswith("a call that they are still in has 0.5 s to end.")
