@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -303,6 +304,26 @@ def test_env_close_that_is_cut_at_the_end_of_the_trainer_is_told_of(kill: float,
         trainer.assert_nothing_lives()
     (line,) = told.splitlines()
     assert line.startswith("close() of env 0, env 1, env 2 and 1 more was cut short, and the process was killed.")
+
+
+def end_while_a_thread_closes() -> None:
+    """Be a trainer that ends while a thread closes its envs, which are busy, and is slow to kill them."""
+    channel_class = worker_process.ProcessChannel
+    kill = channel_class.kill
+    channel_class.kill = lambda channel, **why: (time.sleep(0.2), kill(channel, **why))[1]  # type: ignore[method-assign]
+    envs = SubprocessVectorEnv([partial(SlowEnv, step_seconds=60)] * 3, envs_per_worker=1)
+    envs.reset(seed=0)
+    envs.step_async(np.zeros(3, int))
+    threading.Thread(target=envs.close).start()
+    sys.exit(3)
+
+
+def test_each_env_close_that_is_cut_at_the_end_of_the_trainer_and_by_a_thread_is_told_of_once() -> None:
+    with Trainer("test_close", "end_while_a_thread_closes") as trainer:
+        assert trainer.wait() == 3
+        lines = [line for line in trainer.errors().splitlines() if "was cut short" in line]
+        trainer.assert_nothing_lives()
+    assert sorted(re.findall(r"env \d", " ".join(lines))) == ["env 0", "env 1", "env 2"]
 
 
 @pytest.mark.parametrize("kind", ["env", "vector", "list"])
