@@ -258,7 +258,7 @@ def test_saved_state_is_replayed_by_other_code_with_a_warning_or_refused(module:
 
 # --- the code cannot be had for a moment ----------------------------------------------------------------
 
-SHORT = Deadlines(recovery=2.5)
+SHORT = Deadlines(recovery=4.0)
 
 
 def later(seconds: float, call: Callable[[], Any]) -> threading.Thread:
