@@ -45,7 +45,7 @@ from multienv import (
     SubprocessVectorEnv,
     create_subprocess_envs,
 )
-from multienv._engine.processes import worker_process
+from multienv._engine.processes import endings, worker_process
 from multienv.errors import ClosedError, WorkerLostError
 
 pytestmark = pytest.mark.usefixtures("monitor_stays")
@@ -239,6 +239,7 @@ def end_without_close(how: str, kind: str, path: str, seconds: str = "1.5", clos
     channel_class = worker_process.ProcessChannel
     order_kill = channel_class.order_kill
     channel_class.order_kill = lambda channel: (time.sleep(float(kill)), order_kill(channel))[1]  # type: ignore[method-assign]
+    endings.BUSY_PATIENCE = 30.0  # the step that is interrupted may take a while on a busy machine
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
     envs = open_saving(kind, path, float(seconds), Deadlines(close=float(close)))
