@@ -22,7 +22,7 @@ HOMES: dict[str, ModuleType] = {
     "BUSY_PATIENCE": endings,
     "PATIENCE": interrupts,
     "POISON_AFTER": way_back,
-    "REPLAY_GRACE": recoverer,
+    **dict.fromkeys(["REPLAY_GRACE", "_SILENCE", "_SLOWER"], recoverer),
     "SPINS": watch,
     "_LOOK": async_env,
 }
