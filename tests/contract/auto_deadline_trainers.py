@@ -25,8 +25,8 @@ class ToldEnv(UnevenEnv):
 
 
 def step_slowly(directory: str) -> None:
-    """Take a slow step after many quick ones, with deadlines of 2 s."""
-    limits.LEAST = 2.0
+    """Take a slow step after many quick ones, with deadlines of 2.5 s."""
+    limits.LEAST = 2.5
     with SubprocessEnv(partial(ToldEnv, Path(directory)), restart=ForkingPolicy(snapshot_every=1)) as env:
         env.reset(seed=5)
         for _ in range(70):

@@ -287,7 +287,7 @@ def test_env_fn_that_raised_for_all_of_the_recovery_is_called_once_by_the_next_r
 def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause(tmp_path):
     built = tmp_path / "built"
     env_fn = FailsNthTime(counter=str(built), nth=range(2, 1000))
-    with SubprocessEnv(env_fn, restart=RestartPolicy(on_crash="raise"), deadlines=Deadlines(recovery=2.0)) as env:
+    with SubprocessEnv(env_fn, restart=RestartPolicy(on_crash="raise"), deadlines=Deadlines(recovery=4.0)) as env:
         env.reset(seed=0)
         kill_worker(env)
         with pytest.raises(WorkerLostError):

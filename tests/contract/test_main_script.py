@@ -44,7 +44,7 @@ def ran(script: str, tmp_path: Path, how: str = "file") -> subprocess.CompletedP
     path.write_text(HEAD + script)
     arguments = {"file": [str(path)], "module": ["-m", path.stem], "stdin": ["-"]}[how]
     return subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-u", *arguments],  # what it prints comes in order with what its workers print
         cwd=tmp_path,
         input=path.read_text() if how == "stdin" else "",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -17,7 +17,9 @@ from contract_envs import LockInfoEnv, OldEnv
 from gymnasium.error import NoAsyncCallError
 
 from kit import CounterEnv, FarewellEnv
+from kit.limits import set_limit
 from multienv import (
+    Deadlines,
     MultiEnv,
     SerialEnv,
     SubprocessEnv,
@@ -37,10 +39,11 @@ FACES = [SubprocessEnv, SerialEnv]
 # --- timeouts -----------------------------------------------------------------------------------
 
 
-def test_closing_while_an_answer_is_pending_still_closes_the_env(tmp_path):
+def test_closing_while_an_answer_is_pending_still_closes_the_env(tmp_path, monkeypatch):
     """Also that of a worker which gets no time for a while."""
+    set_limit(monkeypatch, "BUSY_PATIENCE", 30.0)  # the thread below may come late on a busy machine
     left = tmp_path / "left"
-    env = SubprocessEnv(partial(FarewellEnv, left=left)).initialize()
+    env = SubprocessEnv(partial(FarewellEnv, left=left), deadlines=Deadlines(close=60.0)).initialize()
     env.reset(seed=0)
     pid = env.statistics().pid
     os.kill(pid, signal.SIGSTOP)

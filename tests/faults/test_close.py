@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ from multienv import (
     SubprocessVectorEnv,
     create_subprocess_envs,
 )
-from multienv._engine.processes import worker_process
+from multienv._engine.processes import endings, worker_process
 from multienv.errors import ClosedError, WorkerLostError
 
 pytestmark = pytest.mark.usefixtures("monitor_stays")
@@ -238,6 +239,7 @@ def end_without_close(how: str, kind: str, path: str, seconds: str = "1.5", clos
     channel_class = worker_process.ProcessChannel
     order_kill = channel_class.order_kill
     channel_class.order_kill = lambda channel: (time.sleep(float(kill)), order_kill(channel))[1]  # type: ignore[method-assign]
+    endings.BUSY_PATIENCE = 30.0  # the step that is interrupted may take a while on a busy machine
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
     envs = open_saving(kind, path, float(seconds), Deadlines(close=float(close)))
@@ -305,12 +307,33 @@ def test_env_close_that_is_cut_at_the_end_of_the_trainer_is_told_of(kill: float,
     assert line.startswith("close() of env 0, env 1, env 2 and 1 more was cut short, and the process was killed.")
 
 
+def end_while_a_thread_closes() -> None:
+    """Be a trainer that ends while a thread closes its envs, which are busy, and is slow to kill them."""
+    channel_class = worker_process.ProcessChannel
+    kill = channel_class.kill
+    channel_class.kill = lambda channel, **why: (time.sleep(0.2), kill(channel, **why))[1]  # type: ignore[method-assign]
+    envs = SubprocessVectorEnv([partial(SlowEnv, step_seconds=60)] * 3, envs_per_worker=1)
+    envs.reset(seed=0)
+    envs.step_async(np.zeros(3, int))
+    threading.Thread(target=envs.close).start()
+    sys.exit(3)
+
+
+def test_each_env_close_that_is_cut_at_the_end_of_the_trainer_and_by_a_thread_is_told_of_once() -> None:
+    with Trainer("test_close", "end_while_a_thread_closes") as trainer:
+        assert trainer.wait() == 3
+        lines = [line for line in trainer.errors().splitlines() if "was cut short" in line]
+        trainer.assert_nothing_lives()
+    assert sorted(re.findall(r"env \d", " ".join(lines))) == ["env 0", "env 1", "env 2"]
+
+
 @pytest.mark.parametrize("kind", ["env", "vector", "list"])
 def test_env_closes_that_are_cut_by_close_are_told_of_in_one_line(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     envs = open_saving(kind, str(tmp_path / "saved"), 60, Deadlines(close=0.5))
     envs.close()
+    assert becomes_true(lambda: caplog.records)  # close() waits for the log half a second at the most
     (record,) = caplog.records
     names = "env 0" if kind == "env" else "env 0, env 1, env 2 and 1 more"
     assert record.getMessage().startswith(f"close() of {names} was cut short, and the process was killed.")
@@ -345,6 +368,7 @@ def test_env_that_is_busy_when_it_is_closed_is_told_of(caplog: pytest.LogCapture
     env.reset(seed=0)
     env.step_async(0)
     env.close()
+    assert becomes_true(lambda: caplog.records)
     (record,) = caplog.records
     assert record.getMessage().startswith("close() of env 7 was cut short")
     assert record.getMessage().endswith("a call that they are still in has 0.5 s to end.")

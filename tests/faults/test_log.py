@@ -83,6 +83,7 @@ def test_losses_that_come_again_are_counted_and_hooks_get_each(face: str, caplog
         envs.step([1, 1] if face == "batch" else 1)
         first = "The process of env 0 was killed by SIGKILL"
         assert [record.getMessage().startswith(first) for record in caplog.records] == [True]
+    assert becomes_true(lambda: len(caplog.records) > 1)  # close() waits for the log half a second at the most
     _, rest = [record.getMessage() for record in caplog.records]
     assert re.match(rf"3 such losses in the last \d+ s, all exact. The last: {first}.* Outcome: exact", rest)
     assert [type(event) for event in events] == 4 * [Loss, Recovery]
@@ -97,6 +98,7 @@ def test_exceptions_that_end_episodes_are_counted_too(caplog: pytest.LogCaptureF
                 pass
         (whole,) = caplog.records
         assert whole.exc_info
+    assert becomes_true(lambda: len(caplog.records) > 1)
     _, rest = caplog.records
     assert re.match(
         r"2 such losses in the last \d+ s, all truncated. The last: An exception of the env", rest.getMessage()

@@ -218,6 +218,7 @@ def test_a_launch_is_given_up_with_a_reason_where_all_monitors_die(kill_monitors
 def test_an_env_is_built_though_the_monitor_is_stopped() -> None:
     with SubprocessEnv(CounterEnv, deadlines=LIMITED):
         os.kill(monitor_pid(), signal.SIGSTOP)
-        with SubprocessEnv(CounterEnv, deadlines=Deadlines(start=0.5, step=60)) as env:
+        with SubprocessEnv(CounterEnv, deadlines=Deadlines(start=20.0, step=60.0)) as env:
             env.reset(seed=0)
             assert env.step(1)[0][0] == 1
+            assert env.statistics().losses == 0  # it was resumed at once, not after the deadline

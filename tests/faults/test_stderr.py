@@ -15,6 +15,7 @@ from fault_envs import LINES, TalkativeEnv
 from kit import Fault, SlowEnv, is_alive
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from multienv._engine.processes import endings
 from multienv.errors import WorkerHungError
 
 
@@ -42,7 +43,8 @@ def talk_and_hang(method: str) -> None:
 
 
 def let_go(method: str) -> None:
-    """Of an env that has yet to answer, and answers then."""
+    """Of an env that has yet to answer, and answers then, however busy the machine is."""
+    endings.BUSY_PATIENCE = 30.0
     env = SubprocessEnv(partial(SlowEnv, step_seconds=0.1), context=method).initialize()
     env.reset(seed=0)
     env.step_async(1)

@@ -20,6 +20,7 @@ import pytest
 from gymnasium.vector import AutoresetMode
 
 from kit import ForkingPolicy, kill_worker
+from kit.limits import set_limit
 from kit.makers import multi_env
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
@@ -258,7 +259,7 @@ def test_saved_state_is_replayed_by_other_code_with_a_warning_or_refused(module:
 
 # --- the code cannot be had for a moment ----------------------------------------------------------------
 
-SHORT = Deadlines(recovery=2.5)
+SHORT = Deadlines(recovery=4.0)
 
 
 def later(seconds: float, call: Callable[[], Any]) -> threading.Thread:
@@ -272,25 +273,30 @@ def later(seconds: float, call: Callable[[], Any]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("envs", [1, pytest.param(2, marks=pytest.mark.ci)])
-def test_a_file_that_is_half_saved_for_a_second_is_waited_for(module: Module, caplog: Any, envs: int) -> None:
+def test_a_file_that_is_half_saved_for_a_second_is_waited_for(
+    module: Module, caplog: Any, envs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limit(monkeypatch, "_SILENCE", 0.2)
+    told = "building again in a new process, because env_fn raised builtins.SyntaxError"
     run = Run(module, envs)
     run.steps(4)
     status = module.path.stat()
     module.break_()
 
     def save() -> None:
+        assert becomes_true(lambda: told in caplog.text)
         aside = module.path.with_suffix(".new")
         aside.write_text(f"SLOPE = 1.0\n{textwrap.dedent(SOURCE)}")
         os.utime(aside, ns=(status.st_atime_ns, status.st_mtime_ns))
         aside.replace(module.path)
 
-    thread = later(2.5, save)
+    thread = later(1.0, save)
     kill_worker(run.env)
     assert run.steps(6)[-1] == 10.0
     thread.join()
     run.env.close()
     assert run.outcomes() == ["exact"]
-    assert "building again in a new process, because env_fn raised builtins.SyntaxError" in caplog.text
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize(

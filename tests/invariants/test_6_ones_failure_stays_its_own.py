@@ -33,7 +33,7 @@ def failure_of(error: EnvsFailedError) -> BaseException:
 def test_a_step_that_is_poison_ends_the_episode_of_its_env_alone(kind: str, manner: Any) -> None:
     """The culprit strikes whenever it takes its fifth step; the episodes of the others end elsewhere."""
     env_fns = three(Fault(manner, "step", at=5, per="episode"), horizon=None)
-    with Face(kind, env_fns, restart=REPLAY, deadlines=Deadlines(step=1.0)) as face:
+    with Face(kind, env_fns, restart=REPLAY, deadlines=Deadlines(step=1.0 if manner == "hang" else 60.0)) as face:
         actions = counts(8)
         records = face.record(actions, 2)
         assert face.losses() == 2

@@ -35,6 +35,7 @@ from kit import (
     own_name,
     snapshot_resources,
 )
+from kit.process_table import record
 from kit.trainer_process import GONE_WITHIN, Trainer, becomes_true, run
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import MultienvError
@@ -140,6 +141,11 @@ def is_there(name: str) -> bool:
     return Path("/dev/shm", name).exists()
 
 
+def is_stopped(pid: int) -> bool:
+    found = record(pid)
+    return found is not None and found.state == "T"
+
+
 @pytest.mark.parametrize(
     ("how", "forking"),
     [
@@ -197,11 +203,13 @@ def test_shared_memory_of_an_env_goes_although_its_resource_tracker_starts_slowl
 def test_resource_tracker_that_has_been_stopped_ends(how: str) -> None:
     before = snapshot_resources()
     with SubprocessEnv(SharedMemoryEnv) as env:
-        name = env.get_attr("shared_name")
-        os.kill(env.get_attr("tracker"), signal.SIGSTOP)
+        name, tracker = env.get_attr("shared_name"), env.get_attr("tracker")
+        os.kill(tracker, signal.SIGSTOP)
+        # The kernel ends the group of a dead worker by SIGHUP if a process in it is stopped by then.
+        assert becomes_true(lambda: is_stopped(tracker))
         if how == "monitor killed":
             os.kill(monitor_pid(), signal.SIGKILL)
-    Path("/dev/shm", name).unlink()
+    Path("/dev/shm", name).unlink(missing_ok=True)  # the tracker may have done it
     assert_nothing_left(before, timeout=GONE_WITHIN)
 
 

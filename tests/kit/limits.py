@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from multienv._engine import interrupts
-from multienv._engine.processes import watch
+from multienv._engine.processes import endings, watch
 from multienv._engine.recovery import journal, pending, recoverer, supervisor, way_back
 from multienv.envs import async_env
 
@@ -19,9 +19,10 @@ HOMES: dict[str, ModuleType] = {
     **dict.fromkeys(["LEAST", "LONGER", "SILENCE", "STEPS"], pending),
     **dict.fromkeys(["LARGE_SHARE", "SHARE"], supervisor),
     **dict.fromkeys(["AFFORDABLE", "MOST_CALLS"], journal),
+    "BUSY_PATIENCE": endings,
     "PATIENCE": interrupts,
     "POISON_AFTER": way_back,
-    "REPLAY_GRACE": recoverer,
+    **dict.fromkeys(["REPLAY_GRACE", "_SILENCE", "_SLOWER"], recoverer),
     "SPINS": watch,
     "_LOOK": async_env,
 }

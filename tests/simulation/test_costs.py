@@ -6,6 +6,7 @@ calls: ``ring`` writes to a pipe, ``wait`` and ``wait_any`` sleep.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import tracemalloc
@@ -220,6 +221,8 @@ def cost_of(face: str, worker: str, workers: int) -> Cost:
     simulation = Simulation(eager=worker != "slow")
     with simulation.running():
         envs, supervisors, step = make(workers)
+        gc.collect()
+        gc.disable()  # finalizers of what others have left would be counted
         try:
             envs.reset(seed=1)
             for one in supervisors:
@@ -228,5 +231,6 @@ def cost_of(face: str, worker: str, workers: int) -> Cost:
                 step()
             told = Counted(supervisors, step).cost()
         finally:
+            gc.enable()
             envs.close()
     return told

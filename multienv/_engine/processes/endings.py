@@ -67,8 +67,8 @@ class Closing:
         """Wait a short time for the answer to a call, for nobody; kill the process if it does not come."""
         if channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until)):
             return True
-        channel.kill()
-        self._note_cut(channel)
+        if channel.close(0.0):
+            self._note_cut(channel)
         return False
 
     def end(self, channel: Channel, until: float, *, keep_memory: bool = False) -> None:
