@@ -137,9 +137,9 @@ class Recorder:
 
 def words_of_all() -> Iterator[Any]:
     """Yield the control words of all workers."""
-    from multienv._engine.processes.worker_process import live
+    from multienv._engine.processes.worker_process import living
 
-    for channel in list(live):
+    for channel in living():
         if channel.descriptors():  # else it is released
             yield channel.segment.words
 
@@ -234,10 +234,10 @@ def walk(env: Any, steps: int) -> None:
 
 def end(env: Any) -> None:
     """Kill the process of an env, and wait until the trainer can read that it has ended."""
-    from multienv._engine.processes.worker_process import live
+    from multienv._engine.processes.worker_process import living
 
     pid = env.statistics().pid
-    channels = [one for one in list(live) if one.descriptors() and one.segment.words[PID] == pid]
+    channels = [one for one in living() if one.descriptors() and one.segment.words[PID] == pid]
     os.kill(pid, signal.SIGKILL)
     for descriptor in channels[0].descriptors():
         assert select.select([descriptor], [], [], PATIENCE)[0], "the end of the process is not told"

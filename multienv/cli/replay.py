@@ -156,7 +156,8 @@ def _run_elsewhere(say: Callable[..., None], *arguments: Any) -> int:
             process.join()
         except KeyboardInterrupt:  # a terminal interrupts both; a program perhaps only this one
             assert process.pid is not None
-            os.kill(process.pid, signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError):  # it may have ended of its own, and been reaped
+                os.kill(process.pid, signal.SIGINT)
             process.join(5.0)
             process.kill()
             raise

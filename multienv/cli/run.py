@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
@@ -65,7 +65,7 @@ def run_command(arguments: Sequence[str]) -> None:
     if file is not None and not file.parent.is_dir():
         parser.error(f"--summary {file}: there is no such folder")
     hint = ["; see --serial and --single"]
-    tell = partial(_print_summary, replaced, file, os.getpid(), hint)
+    tell = cache(partial(_print_summary, replaced, file, os.getpid(), hint))  # once: SIGTERM may come at the exit, too
     # Registered before the script runs, so called after what the script registers, and after its threads have ended.
     atexit.register(tell)
     _print_summary_at_sigterm(tell)

@@ -57,7 +57,8 @@ def test_a_deterministic_env(reports: Path) -> None:
     lost, recovered = counts(result, "lost"), counts(result, "recovered by")
     assert lost["was killed by SIGKILL"] > 0
     assert recovered.keys() <= {"snapshot", "journal"}
-    assert sum(recovered.values()) == sum(lost.values())
+    by_itself = counts(result, "lost by itself")  # a worker that a busy machine gave no core for half a second
+    assert sum(recovered.values()) == sum(lost.values()) + sum(by_itself.values())
     assert counts(chaos(*few, "--no-snapshots"), "recovered by").keys() == {"journal"}
     assert not list(reports.iterdir())  # they would push out those of real losses
 
@@ -78,7 +79,8 @@ def test_an_env_that_cannot_be_made() -> None:
 def test_what_an_env_loses_by_itself_is_told_apart_from_the_kills(reports: Path) -> None:
     """Workers die by SIGSEGV either way."""
     arguments = ("--kills", "10", "--pause", "0.4", "--num-envs", "2", "--env-kwargs", '{"every": 40}')
-    result = chaos(f"{ODD_ENVS}:Chancy", *arguments, "--step-deadline", "5", "--json")
+    patient = ("--step-deadline", "5", "--reset-deadline", "5")
+    result = chaos(f"{ODD_ENVS}:Chancy", *arguments, *patient, "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["kills"] == 10

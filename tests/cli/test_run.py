@@ -202,6 +202,21 @@ time.sleep(60)
     assert sum(line.startswith("multienv run: ") for line in stderr) == 1
 
 
+def test_sigterm_after_the_last_line_does_not_tell_it_again(tmp_path: Path) -> None:
+    """At the end of a script there may be much to do, such as to send logs."""
+    script = f"""{SLEEPING}
+import logging
+class Last(logging.NullHandler):
+    def close(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+logging.getLogger().addHandler(Last())
+"""
+    (tmp_path / "train.py").write_text(script)
+    code, _, stderr = ran("train.py", cwd=tmp_path)
+    assert code == -signal.SIGTERM
+    assert sum(line.startswith("multienv run: ") for line in stderr) == 1
+
+
 def test_process_that_the_script_forks_ends_by_sigterm_in_c_code_too_and_tells_nothing(tmp_path: Path) -> None:
     script = f"""{HEAD}
 import time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -75,14 +76,23 @@ def test_a_stopped_host_is_given_up_and_what_it_answers_late_is_dropped(ray_clus
         node = ray_cluster.node_of(pids(envs)[0])
         (actor,) = ray_cluster.actors_of(node)
         family = [actor, *[pid for pid in ray_cluster.processes_of(node) if pid in pids(envs)]]
+        couriers = [one for one in gc.get_objects() if isinstance(one, Courier) and not one.lost]
+
+        def resume() -> None:  # at once: some seconds later Ray has killed them, which the recovery may take, too
+            wait_until(lambda: any(one.lost for one in couriers), "the host is given up")
+            for pid in family:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+        resuming = threading.Thread(target=resume)
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
+        resuming.start()
         began = time.monotonic()
         run.step(1)
         assert time.monotonic() - began < 30
+        resuming.join()
         assert ["silent" in one.loss.detail for one in run.recoveries] == [True, True]
-        for pid in family:
-            os.kill(pid, signal.SIGCONT)
         run.step(200)  # its late answers have come meanwhile, and its workers have ended
         wait_until(lambda: not any(pid in ray_cluster.processes_of(node) for pid in family), "the old host has ended")
 
@@ -170,7 +180,8 @@ def test_calls_and_lost_hosts_leave_nothing_to_the_garbage_collector(ray_cluster
             for _ in range(20):
                 envs.step(envs.action_space.sample())
             assert sum(one.exact_recoveries for one in envs.statistics()) >= 2
-            assert alive(Courier) == 2
-            assert alive(Future) <= 4  # those under way
+            # The threads of the lost hosts may still be ending; and of the futures, those under way.
+            wait_until(lambda: alive(Courier) == 2, "the couriers of the lost hosts are gone")
+            wait_until(lambda: alive(Future) <= 4, "the futures of the calls are gone")
         finally:
             gc.enable()

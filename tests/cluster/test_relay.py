@@ -155,21 +155,22 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
 @pytest.mark.ci
 def test_host_without_a_sign_of_life_is_lost_long_before_one_that_only_owes_an_answer(clusters: Clusters) -> None:
     """A call may be long under way because much is carried: silence alone says little."""
-    waited = {}
+    waited, told = {}, {}
     for fault in ("silent", "swallowed"):
         events: list[Any] = []
         schedule = (
             silent_from(7) if fault == "silent" else lambda host, call, _: "swallowed" if host + call == 7 else ""
         )
-        _, options = clusters.make(schedule, suspect_after=4.0)
+        _, options = clusters.make(schedule, suspect_after=6.0)
         with RayEnv(partial(CounterEnv, horizon=5), ray=options, hooks=[events.append]) as env:
             began = time.monotonic()
             assert_as_if_local(env, horizon=5)
             waited[fault] = time.monotonic() - began
-        says_so = "gave no sign of life" in events[0].detail
-        assert says_so is (fault == "silent")
-    assert waited["silent"] < PULSE_PATIENCE + 2.0
-    assert waited["swallowed"] > 4.0
+        detail = events[0].detail
+        assert ("gave no sign of life" in detail) is (fault == "silent")
+        told[fault] = float(detail.partition("silent for ")[2].split()[0])
+    assert told["silent"] < PULSE_PATIENCE + 2.0  # what recovery takes then is the machine's
+    assert waited["silent"] < 6.0 < waited["swallowed"]
 
 
 def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ PACKAGE = str(Path(multienv.__file__).parent)
 
 def is_waiting() -> bool:
     """Whether the trainer sleeps until a worker answers."""
-    return any(channel.segment.words[TRAINER_SLEEPS] for channel in list(worker_process.live))
+    return any(channel.segment.words[TRAINER_SLEEPS] for channel in worker_process.living())
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from striking import assert_all_exact
 
-from kit import CounterEnv, SlowEnv
+from kit import CounterEnv
+from kit.gates import WAIT, GateEnv
 from multienv import RestartPolicy
 from multienv.testing import Killer
 
@@ -56,15 +57,16 @@ def test_synchronous_envs_go_through_the_same_episodes():
     assert ended >= 6
 
 
-def test_asynchronous_envs_return_those_that_have_answered():
-    quick, slow = partial(CounterEnv, horizon=10**6), partial(SlowEnv, step_seconds=0.3)
+def test_asynchronous_envs_return_those_that_have_answered(tmp_path):
+    quick, slow = partial(CounterEnv, horizon=10**6), partial(GateEnv, tmp_path)
     envs = BaseVectorEnv([quick, slow], MultienvWorker, wait_num=1)
     try:
         envs.reset()
-        observations, _, _, _, infos = envs.step(np.zeros(2, int))
+        observations, _, _, _, infos = envs.step(np.array([0, WAIT]))
         assert [info["env_id"] for info in infos] == [0]
         assert observations[:, 0].tolist() == [1]
         assert killer_of(envs).strike()
+        (tmp_path / "gate").touch()
         steps = {0: 1, 1: 0}
         while steps[1] < 2:
             ids = [info["env_id"] for info in infos]

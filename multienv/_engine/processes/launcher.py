@@ -46,6 +46,7 @@ from multienv._engine.processes.worker_process import (
     LONGEST_SEND,
     ProcessChannel,
     live,
+    living,
     run_uninterrupted,
     send_patiently,
 )
@@ -368,7 +369,7 @@ def _forget() -> None:
     client, _client, _lock, _turn = _client, None, threading.Lock(), threading.Lock()
     if client is not None:
         client.abandon()
-    for channel in list(live):
+    for channel in living():
         channel.abandon()
 
 
@@ -411,7 +412,7 @@ def _shut_down() -> None:
     client, _client = _client, None
     if client is not None:
         try:
-            end_all(list(live), at_exit=True)
+            end_all(living(), at_exit=True)
         finally:
             client.close(3.0)
 

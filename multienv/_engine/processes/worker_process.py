@@ -58,8 +58,13 @@ LONGEST_SEND = 30.0
 # The socket is full, or too many descriptors wait in it, or in those of other processes.
 _FULL = (errno.EAGAIN, errno.ETOOMANYREFS)
 
-# All channels of this process that have descriptors, for its exit and for forked children.
-live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
+# All channels of this process that have descriptors, by their ids, for its exit and for forked children.
+live: weakref.WeakValueDictionary[int, ProcessChannel] = weakref.WeakValueDictionary()
+
+
+def living() -> list[ProcessChannel]:
+    """Return all channels of this process that have descriptors, though other threads open and close some meanwhile."""
+    return [channel for reference in live.valuerefs() if (channel := reference()) is not None]
 
 
 @shielded
@@ -140,7 +145,7 @@ class ProcessChannel(Channel):
                 with fate:
                     send([fate.fileno(), wake_socket.fileno(), self.segment.descriptor])
             ours.pop_all()
-        live.add(self)
+        live[id(self)] = self
 
     # --- requests and replies -------------------------------------------------------------------
 
@@ -306,7 +311,7 @@ class ProcessChannel(Channel):
                 with SystemErrors():
                     one.shutdown(socket.SHUT_RDWR)
             self._is_released = True
-            live.discard(self)
+            live.pop(id(self), None)
             self._wake_socket.close()
             self._fate.close()
             if keep_memory:

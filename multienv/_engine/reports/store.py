@@ -38,7 +38,7 @@ _NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|pickle|par
 Compose = Callable[[], tuple[Any, bytes]]
 
 _numbers = count(1)
-_complained: set[Path] = set()
+_complained: dict[Path, object] = {}
 
 
 def directory_for(reports: Any) -> Path | None:
@@ -149,9 +149,9 @@ class Writing(threading.Thread):
         try:
             write(self._path, *self._compose())
         except Exception as error:  # a full disk, no permission, code of the user: nothing that may break a recovery
-            if directory in _complained:
+            mine = object()
+            if _complained.setdefault(directory, mine) is not mine:  # one call: two threads may fail at one instant
                 return
-            _complained.add(directory)
             logger.warning(
                 "Crash reports cannot be written to %s: %s: %s. Recoveries do not need them. Give another directory "
                 "by SubprocessEnv(reports=...) or %s, or '' for none.",
