@@ -19,6 +19,7 @@ def hang_on_a_local_ray() -> None:
     gate.touch()
     envs = RayVectorEnv([partial(CountingEnv, hangs=str(gate))] * 3, ray=RayOptions(hosts=1), envs_per_worker=1)
     envs.reset(seed=1)
+    assert "RAY_gcs_rpc_server_reconnect_timeout_s" not in os.environ  # set for its Ray alone
     envs.step([0, 0, 0])
     envs.step_async([0, 1, 0])
     while gate.exists():

@@ -91,15 +91,20 @@ class Cluster:
         is_ours = address is None and not os.environ.get("RAY_ADDRESS")
         # "local": a Ray that runs on this machine already is somebody else's.
         where = {"address": "local", "include_dashboard": False} if is_ours else {"address": address or "auto"}
-        if is_ours:  # Ray's agents outlive a trainer that was killed by so many seconds; they inherit the variable
-            os.environ.setdefault(_OUTLIVING, "5")
+        # Ray's agents outlive a trainer that was killed by so many seconds; they inherit the variable.
+        kept = os.environ.get(_OUTLIVING)
         try:
+            if is_ours:
+                os.environ[_OUTLIVING] = kept or "5"
             ray.init(**where, logging_level=logging.ERROR, ignore_reinit_error=True)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(
                 f"Ray at {where['address']!r} cannot be reached: {error}. Give RayOptions(address=...) of a cluster "
                 "that runs, or none for a local one."
             ) from error
+        finally:
+            if kept is None:
+                os.environ.pop(_OUTLIVING, None)
         Cluster._is_ours, Cluster._users = is_ours, 0
 
     def disconnect(self) -> None:
