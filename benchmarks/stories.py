@@ -50,7 +50,7 @@ LARGEST, LONGEST = 20, 1000  # how many modules are listed; lines of the longest
 ON_TOP = ("adapters", "testing", "cli", "__main__")  # need extras, or are programs of their own: no floor counts them
 # Most files, by story: the bars of the project's design.
 BARS = {
-    "a death": 28, "reset": 16, "restore": 18, "load_state_dict": 20, "MultiEnv.step with an autoreset": 14,
+    "a death": 28, "reset": 16, "restore": 17, "load_state_dict": 20, "MultiEnv.step with an autoreset": 14,
 }  # fmt: skip
 Story = Callable[["Recorder"], object]
 

@@ -45,7 +45,7 @@ def takes_options_of(*takers: Callable[..., Any], but: Iterable[str] = ()) -> Ca
             for name in named:
                 if name not in shown:
                     unknown = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
-                    raise TypeError(f"{unknown}.{meant(name, shown)}")
+                    raise TypeError(f"{unknown}.{did_you_mean(name, shown)}")
             if len(arguments) > len(by_position):
                 raise TypeError(
                     f"{function.__qualname__}() takes only {by_position[-1]} by position: give options by name. "
@@ -59,8 +59,8 @@ def takes_options_of(*takers: Callable[..., Any], but: Iterable[str] = ()) -> Ca
     return decorate
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """Return the question whether the known name nearest to an unknown one was meant; ``""``: none is near."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the question `` Did you mean …?`` with the known name nearest to an unknown one; ``""``: none is near."""
     near = difflib.get_close_matches(name, known, 1, 0.7)
     return f" Did you mean {near[0]}=…?" if near else ""
 

@@ -70,7 +70,8 @@ class Recovery:
         attempts: Number of processes that the recovery took.
         seconds: Seconds from the moment the loss was noticed to the answer.
         method: Source of the recovery: ``"snapshot"``, a forked copy of the lost process; ``"journal"``, a new process
-            that ran the requests since a reset of each env again; or ``""`` if nothing was recovered.
+            that ran the requests since the construction, or since a reset of each env, again; or ``""`` if nothing was
+            recovered.
         report: The crash report, for ``multienv replay``; ``""`` if none is written. When you see an error or a
             truncation, its report exists. After an exact recovery it appears a moment later.
     """

@@ -54,7 +54,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return directory
 
 
-# DESIGN, invariant 7: seconds from the last close() until nothing is left.
+# docs/guarantees.md, 7: seconds from the last close() until nothing is left.
 GONE_WITHIN = 2.0
 
 

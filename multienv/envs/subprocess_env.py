@@ -478,7 +478,7 @@ def built_envs(what: str, envs: list[SupervisedEnvT]) -> list[SupervisedEnvT]:
         EnvsFailedError: Some could not be built.
     """
     for env in envs[1:]:
-        env._supervisor.share_memory(envs[0]._supervisor)
+        env._supervisor.share_knowledge(envs[0]._supervisor)
     try:
         failures = initialize_all(envs)
     except BaseException:

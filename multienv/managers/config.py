@@ -12,7 +12,7 @@ import gymnasium
 from typing_extensions import Self
 
 from multienv._engine.processes.launcher import method_of
-from multienv.config import Deadlines, check_seconds, checked_count, meant
+from multienv.config import Deadlines, check_seconds, checked_count, did_you_mean
 from multienv.errors import UsageError
 
 # DI-engine's configs name their class; these options are ignored.
@@ -182,7 +182,7 @@ class EnvManagerConfig:
         known = [field.name for field in fields(cls)]
         for name in named:
             if name not in known:
-                hint = meant(str(name), known)
+                hint = did_you_mean(str(name), known)
                 raise UsageError(f"{name!r} is no option of an env manager.{hint} There are: {', '.join(known)}.")
         return replace(start, **named)
 

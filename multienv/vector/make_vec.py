@@ -13,7 +13,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from multienv._engine.building.building import EnvFn, checked_env_fn
-from multienv.config import checked_count, meant
+from multienv.config import checked_count, did_you_mean
 from multienv.errors import EnvsFailedError, UsageError
 from multienv.vector.hosted_vector_env import HostedVectorEnv
 from multienv.vector.vector_env import SubprocessVectorEnv
@@ -102,9 +102,9 @@ def make_vec(
         envs: HostedVectorEnv = make_envs(env_fns, **vector_kwargs)
     except EnvsFailedError as error:
         for name in make_kwargs:
-            if f"unexpected keyword argument '{name}'" in str(error) and meant(name, options):
+            if f"unexpected keyword argument '{name}'" in str(error) and did_you_mean(name, options):
                 raise TypeError(
-                    f"make_vec(): {name!r} is no option and no argument of the env.{meant(name, options)}"
+                    f"make_vec(): {name!r} is no option and no argument of the env.{did_you_mean(name, options)}"
                 ) from error.__cause__
         raise
     if spec is not None:

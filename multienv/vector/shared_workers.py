@@ -21,7 +21,9 @@ _ERRORS = attrgetter("errors")
 
 
 class SharedWorkers(Sharing):
-    """Says what each worker is asked: to reset some of its envs, or to step those that have an action.
+    """Says what each worker is asked, whether envs share it (``is_shared``) or not.
+
+    It is asked to reset some of its envs, or to step those that have an action.
 
     What is given for an env is the batch of its action alone, or seed and options of its reset.
 

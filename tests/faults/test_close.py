@@ -1,4 +1,4 @@
-"""close() ends everything, whatever state the env is in, and restarts leave nothing: DESIGN, invariants 5 and 7."""
+"""close() ends everything, whatever state the env is in, and restarts leave nothing: docs/guarantees.md, 5 and 7."""
 
 from __future__ import annotations
 

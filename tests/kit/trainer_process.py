@@ -38,7 +38,7 @@ PLACES = [*(TESTS / folder for folder in FOLDERS), Path(multienv.__file__).paren
 PATH = os.pathsep.join(map(str, PLACES))
 TOKEN_VARIABLE = "MULTIENV_TEST_TRAINER"
 
-# DESIGN, invariant 7.
+# docs/guarantees.md, 7.
 GONE_WITHIN = 2.0
 # Nothing here takes more than a few seconds; this only ends what is stuck.
 STUCK_AFTER = 60.0

@@ -534,7 +534,7 @@ MUTANTS = [
     Mutant(
         "The workers of a batch do not tell each other of a memory.",
         3,
-        "supervisor:Supervisor.share_memory",
+        "supervisor:Supervisor.share_knowledge",
         "self.position.journal.memory = other.position.journal.memory",
         "",
         REPLAYED,
@@ -1695,7 +1695,7 @@ MUTANTS = [
     Mutant(
         "What one worker has learned of building beside the old envs, the others do not know.",
         5,
-        "supervisor:Supervisor.share_memory",
+        "supervisor:Supervisor.share_knowledge",
         "self.recoverer.code, self.recoverer.losses = other.recoverer.code, other.recoverer.losses",
         "self.recoverer.losses = other.recoverer.losses",
         RECYCLING,

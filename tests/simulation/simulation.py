@@ -395,20 +395,17 @@ class SimulatedWatch:
     def watched(self, members: Iterable[int]) -> Watched:
         return Watched(self.known, self.asked, False)
 
-    def add(self, asked: Iterable[tuple[int, SimulatedChannel | None, int]]) -> list[int]:
-        lines = [*asked]
-        for member, channel, number in lines:
-            if channel is not None:
-                self.channels[member], self.known[member] = channel, channel.segment.words
-                self.asked[member] = self.known[member], number
-        return [member for member, channel, _ in lines if channel is None]
+    def add(self, asked: Iterable[tuple[int, SimulatedChannel, int]]) -> None:
+        for member, channel, number in asked:
+            self.channels[member], self.known[member] = channel, channel.segment.words
+            self.asked[member] = self.known[member], number
 
     def remove(self, member: int) -> None:
         self.asked.pop(member, None)
         self.known.pop(member, None)
 
     @interruptible
-    def wait_for_news(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
+    def wait_for_answers(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
         answered, ended = self._sorted(self.asked)
         if answered or ended or until <= self.simulation.now:
             return answered, ended

@@ -56,20 +56,23 @@ def trainer(monkeypatch):
 
 
 def test_worker_on_the_trainers_core_gets_its_turn_before_the_trainer_looks(trainer):
-    assert trainer.watch.wait_for_news(-math.inf, looks_for_ends=False) == ([0], [])
+    assert trainer.watch.wait_for_answers(-math.inf, looks_for_ends=False) == ([0], [])
     assert trainer.turns == [1]
     assert not trainer.watch.has_waited
-    assert trainer.watch.wait_for_news(-math.inf, looks_for_ends=False) == ([], [])  # the other one is on another core
+    assert trainer.watch.wait_for_answers(-math.inf, looks_for_ends=False) == (
+        [],
+        [],
+    )  # the other one is on another core
     assert trainer.turns == [1]
     trainer.workers[1].segment.words[REPLY] = 7
-    assert trainer.watch.wait_for_news(-math.inf, looks_for_ends=False) == ([1], [])
+    assert trainer.watch.wait_for_answers(-math.inf, looks_for_ends=False) == ([1], [])
 
 
 @pytest.mark.parametrize("core", [-1, 5])
 def test_core_is_not_given_away_where_no_worker_waits_for_it(trainer, monkeypatch, core):
     trainer.workers[0].segment.words[BOUND] = 0
     monkeypatch.setattr(watch, "current_core", lambda: core)
-    assert trainer.watch.wait_for_news(-math.inf, looks_for_ends=False) == ([], [])
+    assert trainer.watch.wait_for_answers(-math.inf, looks_for_ends=False) == ([], [])
     assert trainer.turns == []
 
 
@@ -79,7 +82,7 @@ def test_only_workers_that_were_asked_before_the_trainer_slept_send_wake_bytes(t
     monkeypatch.setattr(watch, "SPINS", 0)
     os.write(trainer.workers[0].pipe[1], b"s")
     trainer.workers[0].answers_asleep = True
-    assert trainer.watch.wait_for_news(math.inf, looks_for_ends=False) == ([0], [])
+    assert trainer.watch.wait_for_answers(math.inf, looks_for_ends=False) == ([0], [])
     trainer.watch.add([(0, trainer.workers[0], 8)])
     assert [one[TRAINER_SLEEPS] for one in words] == [0, 1]
 
@@ -91,5 +94,5 @@ def test_bell_that_is_rung_before_the_trainer_sleeps_ends_the_wait(trainer, monk
     if moment == "before the first look":
         trainer.bell.ring()
     until = time.monotonic() + 60
-    assert trainer.watch.wait_for_news(until, looks_for_ends=False) == ([], [])
+    assert trainer.watch.wait_for_answers(until, looks_for_ends=False) == ([], [])
     assert time.monotonic() < until

@@ -222,8 +222,8 @@ class FanOut:
     def finish(self) -> None:
         """Call the hooks with the events of the call, then mark its outcome as delivered.
 
-        Ctrl-C that came in the call is raised before that, and the next call has the outcome; so it is if a hook
-        raises. The caller returns the outcome, or raises it, right after this.
+        Ctrl-C that came in the call, or what leaves a hook, is raised before that: then the next call has the outcome.
+        The caller returns the outcome, or raises it, right after this.
         """
         if any(self.members.events):
             current, self.members.current_round = self.members.current_round, None  # for a hook that calls the envs
@@ -288,9 +288,9 @@ class FanOut:
         ready, asked, wake = members.poll(current, reversed(current.requests), now)
         if ended or ready or until <= now:
             return ended + ready
-        watched, lines = list(asked), list(asked.values())
+        awaited, lines = list(asked), list(asked.values())
         if lines:
-            heard = [watched[index] for index in wait_any(lines[:1], min(until, wake), watched=lines[1:])]
+            heard = [awaited[index] for index in wait_any(lines[:1], min(until, wake), watched=lines[1:])]
             for member in heard:
                 members.supervisors[member].record_time()
             return heard

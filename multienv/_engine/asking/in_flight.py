@@ -208,7 +208,7 @@ class InFlight:
         polls_all = now >= self._poll_all_at
         if polls_all or self._poll_now:
             others += self._poll_members(members, current, now, polls_all=polls_all)
-        answered, ended = self._watch.wait_for_news(
+        answered, ended = self._watch.wait_for_answers(
             -inf if others else min(until, self._poll_all_at), looks_for_ends=polls_all
         )
         if self._slow:

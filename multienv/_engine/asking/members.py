@@ -198,7 +198,8 @@ class Members:
         blocking: The functions of the others.
         owner: A weak reference to the ``FanOut``, by which a supervisor knows who has asked it last.
         current_round: What they are asked, until the outcome has been handed to the caller.
-        bell: Of all rounds in flight, once there is one: what a handler raises in a finalizer is swallowed.
+        bell: One for all rounds in flight, made with the first, and kept: it is freed in a finalizer, where Python
+            swallows what a signal handler raises.
         reporters: Of the supervisors.
         events: What their hooks are to be called with.
         is_alone: There is one member alone: nobody has to wait while a call recovers it.
@@ -276,13 +277,13 @@ class Members:
             try:
                 # If nothing is pending, a thread has collected it, or a call that was broken off then.
                 is_pending = is_pending_in(current, supervisor)
-                answer = supervisor.collect(None, recovers) if is_pending else supervisor.resume()
+                answer = supervisor.collect(None, recovers) if is_pending else supervisor.collect_again()
                 if self._autoreset is not None and current.requests[member].name == "step":
                     answer = self._step_outcome(current, member, answer)
                 if answer is not MISSING:
                     current.answers[member] = answer
             except RecoveryDue:
-                self.start_in_thread(current, member, supervisor.resume)
+                self.start_in_thread(current, member, supervisor.collect_again)
             except SystemLimitError:  # no failure of the env, which stays asked: the next call tries again
                 raise
             except MultienvError as error:
@@ -296,7 +297,7 @@ class Members:
         if following is None:
             return autoreset.joined(ended, answer)
         current.endings[member], name, request = following
-        is_due = supervisor.maintenance.is_due or supervisor.maintenance.recycling_due
+        is_due = supervisor.maintenance.is_due or supervisor.maintenance.why_recycle
         self._send_or_plan(current, member, name, request, in_thread=is_due)
         self.start_threads(current)
         return MISSING
@@ -310,7 +311,7 @@ class Members:
 
         def send_and_wait() -> None:  # does not refer to the round, which has it: their circle would keep a Bell open
             _send(supervisor, name, request, waits)
-            supervisor.resume()  # the supervisor keeps the answer
+            supervisor.collect_again()  # the supervisor keeps the answer
 
         self.plan_thread(current, member, send_and_wait)
 
@@ -326,7 +327,7 @@ class Members:
             if message is not None:
                 name, request = "reset", message
             maintenance = supervisor.maintenance
-            is_due = maintenance.is_due or (name == "reset" and maintenance.recycling_due)
+            is_due = maintenance.is_due or (name == "reset" and maintenance.why_recycle)
             self._send_or_plan(current, member, name, request, in_thread=is_due and not self.is_alone)
         except MultienvError as error:
             self._record_failure(current, member, error)
@@ -339,7 +340,7 @@ class Members:
         """
         supervisor = self.supervisors[member]
         other = None if supervisor.asked_by is None else supervisor.asked_by()
-        # As it is: another thread may just be sending it.
+        # Read without a lock: another thread may just be sending it.
         unfinished = None if other is None else other.members.current_round
         if other is not None and unfinished is not None:
             theirs = other.members.supervisors.index(supervisor)
@@ -388,7 +389,7 @@ class Members:
             elif now < due:
                 wake = min(wake, due)
             else:
-                self.start_in_thread(current, member, supervisor.resume)
+                self.start_in_thread(current, member, supervisor.collect_again)
                 continue
             asked[member] = channel, number
         return ready, asked, wake
@@ -399,7 +400,7 @@ class Members:
             task.start(self.pool)
 
     def finished_threads(self, current: Round) -> list[int]:
-        """Record what came of the threads that have ended, and return their members."""
+        """Start planned threads, record what came of those that have ended, and return the members of these."""
         ended = []
         self.start_threads(current)
         for member, task in list(current.tasks.items()):

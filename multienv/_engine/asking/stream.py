@@ -275,7 +275,10 @@ class Stream:
         return ReadyBatch(envs, [one.answer for one in results], resets=resets, errors=errors)
 
     def _collect_plain_at_once(self, wanted: int, most: int) -> ReadyBatch | None:
-        """Collect what has come, without a wait. Return it if it is plain, and all that the caller gets."""
+        """Collect what has come, without a wait. Return it if it is plain and all that the caller gets.
+
+        Else it is ready now.
+        """
         current = self._round()
         is_first = not (self._ready or current.answers)
         is_plain = current.flight.collect(self._fan.members, current, -inf)

@@ -306,7 +306,7 @@ class Workers:
             assert isinstance(launcher, Launch)
             worker.recoverer.on_imports = launcher.learn
         self._first = self._first or worker
-        worker.share_memory(self._first)
+        worker.share_knowledge(self._first)
         worker.recoverer.turns = self._turns
         worker.seeds = seeds
         return worker

@@ -170,6 +170,7 @@ def _literals(file: str) -> dict[tuple[str, ...], Any]:
 
 
 def _literals_in(statements: Iterable[ast.stmt], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield path of names and value of each literal that these statements assign, in classes too."""
     for one in statements:
         if isinstance(one, ast.ClassDef):
             yield from _literals_in(one.body, (*path, one.name))

@@ -244,7 +244,7 @@ def _left(before: set[int], standard: set[tuple[int, int, int]]) -> str:
 
 
 def _fork(channel: socket.socket, order: Order, descriptors: list[int], monitor: int, folder: str) -> None:
-    """Fork a process that forks a worker and ends, and tell the worker's pid: it is a child of the monitor by then."""
+    """Fork a process that forks the worker and ends, so that the worker becomes the monitor's child; tell its pid."""
     try:
         ours, theirs = socket.socketpair()
         with ours, theirs:

@@ -136,7 +136,7 @@ class Watch:
         with contextlib.suppress(OSError, KeyError):  # it is closed, or was never registered
             self._poller.unregister(descriptor)
 
-    def wait_for_news(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
+    def wait_for_answers(self, until: float, *, looks_for_ends: bool) -> tuple[list[int], list[int]]:
         """Return the members that have answered, and those whose process has ended; if there are none, wait for one.
 
         Args:

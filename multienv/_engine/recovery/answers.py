@@ -29,7 +29,7 @@ from multienv.errors import ResultNotPicklableError
 
 # Slot and failure → the error to raise.
 ErrorOf = Callable[[int, Failure], Exception]
-# Slot and reason → what info["multienv"] says of a truncation.
+# Reason → what info["multienv"] says of a truncation.
 TruncationInfo = Callable[[str], dict[str, Any]]
 Skipped = Sequence[tuple[int, str]]
 # Reason → the error of an env that was lost.

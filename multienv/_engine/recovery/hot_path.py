@@ -201,6 +201,7 @@ def collect_plain(  # noqa: C901 - one loop, because each call counts here
     """Wait for plain answers, of the worker that was asked last first; commit them, and put them into ``answers``.
 
     A worker alone is waited for until it answers or is lost; of several, one that is slow is left.
+    ``recv()`` passes only those that have answered.
 
     Args:
         supervisors: Each a ``Supervisor``; of all members.

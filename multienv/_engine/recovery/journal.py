@@ -236,6 +236,7 @@ class Journal:
         """
         repeated = list(calls)
         self.entries: dict[int, bytes] = {}
+        # Entries may be held from _oldest on: a trim that was broken off leaves some before `first`.
         self.first = self._oldest = number + 1
         self.histories = [History(is_whole=self.recording) for _ in range(self.slots)]
         self._built: float | None = None  # time of the envs at their construction; noted at the first look

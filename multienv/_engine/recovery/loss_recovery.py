@@ -110,7 +110,7 @@ class LossRecovery:
         self.long_past = long_past and state.losses >= least
         entry = partial(pending.journal_entry, lost.segment, number, state.request)
         self.loss = reporter.report_loss(gone, state.command, slot, pending.limit, entry)
-        self.progress, self._lost, self._snapshot = progress, lost, usable_snapshot(gone, lost, position.number)
+        self.progress, self._lost, self._snapshot_number = progress, lost, usable_snapshot(gone, lost, position.number)
         self._recoverer, self._reporter, self._position = recoverer, reporter, position
         is_past = self.long_past and gone.cause == "died"
         self.event = Lost(gone.cause, slot, gone.is_from_outside, what_happened(self.loss), is_past, progress.tries)
@@ -126,8 +126,8 @@ class LossRecovery:
         try:
             recoverer.charge_budget(self.progress, position.steps)
             sometimes("a process with all of its past is lost with the next request", self.long_past)
-            copy, why = recoverer.newest_snapshot_of(self._lost, self._snapshot), journal.why_no_plan()
-            sources = sources_after_loss(journal, copy, long_past=self.long_past)
+            snapshot, why = recoverer.newest_snapshot_of(self._lost, self._snapshot_number), journal.why_no_plan()
+            sources = sources_after_loss(journal, snapshot, long_past=self.long_past)
             found = recoverer.bring_back(position.build, sources, self.progress, lost=self._lost, why_no_source=why)
         except Unrecoverable as why_not:
             reason = f"{self._truncation_reason(str(why_not))} {journal.memory.lost}".rstrip()

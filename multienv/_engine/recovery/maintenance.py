@@ -94,7 +94,7 @@ class Maintenance:
 
     Attributes:
         is_due: Something is to be done before the next request.
-        recycling_due: Why the process is to be replaced, or ``""``.
+        why_recycle: Why the process is to be replaced, or ``""``.
         needs_rebuild: Slots that need a new env, because their resets have ended processes.
         takes_new_envs: The policy takes new envs between two episodes, which remember nothing.
     """
@@ -112,14 +112,14 @@ class Maintenance:
             policy.accept != "exact" or policy.recycle_after_episodes is not None or not policy.replays
         )
         self.is_due = False
-        self.recycling_due = ""
+        self.why_recycle = ""
         self.needs_rebuild: frozenset[int] = frozenset()
 
     def restart_counts(self, replayed: int, *, is_over: bool) -> None:
         """Count anew for a new process, after so many requests of a replay; ``is_over``: no episode runs."""
         if self.recycling.wanted:
             self.recycling.restart_counts(self._position.steps, self._ended(is_over=is_over), replayed)
-        self.is_due, self.recycling_due, self.needs_rebuild = False, "", frozenset()
+        self.is_due, self.why_recycle, self.needs_rebuild = False, "", frozenset()
 
     def _ended(self, *, is_over: bool) -> int:
         """Return about how many episodes have ended: of several envs, all but one count as ended."""
@@ -146,17 +146,17 @@ class Maintenance:
         Args:
             is_built: The envs could be built in another process; else the old one ends first the next time.
         """
-        self.recycling_due, self.needs_rebuild = "", frozenset()
+        self.why_recycle, self.needs_rebuild = "", frozenset()
         self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
 
     def update_due(self, channel: Channel, is_between: Callable[[], bool]) -> None:
         """Find out what is due; ``is_between`` tells whether no episode runs."""
         position = self._position
-        if self.recycling.wanted and not self.recycling_due:
+        if self.recycling.wanted and not self.why_recycle:
             is_over = is_between()
             counts = position.steps, self._ended(is_over=is_over), len(position.seeds)
-            self.recycling_due = self.recycling.due(*counts, channel.memory, is_over=is_over)
-        is_ripe = bool(self.recycling_due) and not self.recycling.is_put_off(position.episodes)
+            self.why_recycle = self.recycling.due(*counts, channel.memory, is_over=is_over)
+        is_ripe = bool(self.why_recycle) and not self.recycling.is_put_off(position.episodes)
         self.is_due = is_ripe or bool(self.needs_rebuild)
 
 
@@ -182,7 +182,7 @@ class Replacement:
         self, recoverer: Recoverer, position: Position, maintenance: Maintenance, reporter: Reporter, *, is_anew: bool
     ) -> None:
         self._recoverer, self._position, self._maintenance, self._reporter = recoverer, position, maintenance, reporter
-        self._why = maintenance.recycling_due or "after a reset that ended process after process"
+        self._why = maintenance.why_recycle or "after a reset that ended process after process"
         slots = position.journal.slots
         self.new_slots = tuple(range(slots)) if is_anew else tuple(sorted(maintenance.needs_rebuild))
         self._is_all = len(self.new_slots) == slots

@@ -302,7 +302,8 @@ class Recoverer:
             channel: To the process.
             number: Of the request.
             until: When to give up, by ``time.monotonic()``; ``None``: never.
-            limits: The seconds that an env may take in each request of a replay, as ``REPLAYING`` says it.
+            limits: The seconds that an env may take in each request of a replay, by what ``REPLAYING`` says (0: in the
+                calls before the first).
             progress: Of the recovery that it belongs to, for the log.
 
         Raises:
@@ -630,6 +631,7 @@ class Recoverer:
         self._write_loss_figures(channel)
         channel.segment.lay_out(self.codec.layout)
         progress.doing = "waking the snapshot"
+        # A woken copy repeats its reply to this request, which it has executed already: the sign that it is up.
         if not self._wait(channel, source.number, limit if until is None else min(limit, until), progress):
             raise channel.kill(cause="hung")
         return self._replay(channel, source.plan, progress, until) if isinstance(source, NewestSnapshot) else {}

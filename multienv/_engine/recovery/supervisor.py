@@ -183,7 +183,7 @@ class Supervisor:
         self.asked_by: Any = None
         self.seeds: Any = None
         self.on_spaces: Callable[[], Callable[[tuple[Any, Any]], object] | None] = lambda: None
-        self._sharing = 0
+        self._sharing = 0  # workers on its core; 0: it does not spin
         self.policy, self.deadlines = policy, deadlines
         self._owner = os.getpid()
         self._is_foreign = False  # this process was forked from the trainer that owns the worker
@@ -215,7 +215,7 @@ class Supervisor:
         self.buffers: Any = None  # StepBuffers
         _supervisors.add(self)
 
-    def share_memory(self, other: Supervisor) -> None:
+    def share_knowledge(self, other: Supervisor) -> None:
         """Share with the first worker of the batch what is known of the env: memory across resets, code, losses."""
         self.position.journal.memory = other.position.journal.memory
         self.recoverer.code, self.recoverer.losses = other.recoverer.code, other.recoverer.losses
@@ -305,7 +305,7 @@ class Supervisor:
             resets_all = is_reset and request.touched is None
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
                 self.apply_limits(resetting=resets_all)
-            if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
+            if self.maintenance.is_due or (resets_all and self.maintenance.why_recycle):
                 self._replace_if_due(resetting=resets_all)
             if isinstance(message, Reset):
                 self.reporter.seeds_asked = message.seeds
@@ -350,7 +350,7 @@ class Supervisor:
                 return found[0]
             return self._run_until_answered(timeout, recover)
 
-    def resume(self) -> Any:
+    def collect_again(self) -> Any:
         """Return the answer to the pending request; if none is pending, return the last answer again."""
         with self.lock:
             if self.state.request is not None:
@@ -491,7 +491,7 @@ class Supervisor:
         return self._commit(Built())
 
     def _do_ask(self, until: float | None) -> Instruction:
-        """Publish the request and wait for its answer."""
+        """Publish the request, unless this process has it already, and wait for its answer."""
         number, state = self.position.number + 1, self.state
         try:
             self._publish()
@@ -791,7 +791,7 @@ class Supervisor:
         """Replace the process if that is due; ``resetting``: the next request resets all envs."""
         maintenance = self.maintenance
         is_anew = self.may_build_new_envs(resetting=resetting)
-        is_due = maintenance.recycling_due and (maintenance.is_due or is_anew)
+        is_due = maintenance.why_recycle and (maintenance.is_due or is_anew)
         if self.state.process is Process.READY and (maintenance.needs_rebuild or is_due):
             self._replace(is_anew=is_anew)
         maintenance.is_due = False
@@ -873,7 +873,7 @@ class Supervisor:
                 number = self.recoverer.send(channel, message)
                 answer = self.recoverer.collect_answer(channel, number, self.pending.until)
             except Gone as gone:
-                sometimes("a process is lost while it is asked for a snapshot")
+                sometimes("a process is lost in a request of our own between two calls")
                 instruction = self._handle_loss(gone)
                 if instruction is not Instruction.RECOVER:
                     raise self.last_answer from None

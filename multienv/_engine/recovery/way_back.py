@@ -83,7 +83,7 @@ Source = KeptSnapshot | NewestSnapshot | Replayed | NewEnvs
 _BUILT = (Replayed, NewEnvs)  # in a new process
 
 
-def sources_after_loss(journal: Journal, copy: NewestSnapshot | None, *, long_past: bool) -> list[Source]:
+def sources_after_loss(journal: Journal, snapshot: NewestSnapshot | None, *, long_past: bool) -> list[Source]:
     """Return the sources after a loss: the snapshot first, then replays of the journal.
 
     If the process that came from a recovery with a long past is lost too, a short replay is tried before both: a
@@ -91,7 +91,7 @@ def sources_after_loss(journal: Journal, copy: NewestSnapshot | None, *, long_pa
     the construction accumulates it again.
     """
     short = journal.plans(near=True) if long_past else []
-    copies: list[Source] = [] if copy is None else [copy]
+    copies: list[Source] = [] if snapshot is None else [snapshot]
     return [*map(Replayed, short), *copies, *map(Replayed, journal.plans())]
 
 
@@ -374,7 +374,7 @@ class RecoveryProgress:
 
 
 class LossStatistics:
-    """Counts the losses of all workers of a call: tells how often they come, and whether by chance.
+    """Counts the losses of all workers made in the same call: tells how often they come, and whether by chance.
 
     Attributes:
         seconds: Time that all envs took, all together.

@@ -86,7 +86,7 @@ class Case:
     """Holds the facts about a worker when it is lost.
 
     Attributes:
-        replays: Returns those of the report; called in the thread that writes.
+        replays: Returns the replays that the report holds; called in the thread that writes it.
         size: Bytes of the journal that ``replays`` holds.
         pending: The journal entry of the request that it was lost in; ``b""``: none was pending, or the envs were being
             built.
