@@ -12,7 +12,7 @@ import pytest
 from fault_envs import Float64Env
 from gymnasium import spaces
 
-from kit import ForkingPolicy, kill_worker
+from kit import ForkingPolicy, kill_worker, reports_written
 from multienv import SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 
 POLICY = ForkingPolicy(snapshot_every=20)
@@ -44,6 +44,7 @@ def test_a_loss_after_it(write: Callable[[Any], None], tmp_path: Path) -> None:
         expected = bare.step(np.array([0.3]))
         env.load_state_dict(saved)
         np.testing.assert_array_equal(env.step(np.array([0.3]))[0]["a"], expected[0]["a"], strict=True)
+    reports_written()
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
