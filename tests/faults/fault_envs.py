@@ -91,6 +91,27 @@ class CrashesByChance(CounterEnv):
         return super().step(action)
 
 
+class FirstOneHangs(CounterEnv):
+    """Hangs in its 30th step, as all copies of it do; an env that was built after it does not.
+
+    So does a simulator whose chance is its own, such as ``rand()`` of C: a copy draws the same numbers.
+
+    Args:
+        mark: The first env that is built makes this file.
+    """
+
+    def __init__(self, mark: str) -> None:
+        super().__init__(horizon=None)
+        self.is_first, self.left = not Path(mark).exists(), 30
+        Path(mark).touch()
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        if self.is_first and not self.left:
+            time.sleep(1000.0)
+        return super().step(action)
+
+
 class DiesInSteps(CounterEnv):
     """Is killed the first few times that it takes some steps; a file counts them in all its processes.
 

@@ -13,7 +13,7 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
-from fault_envs import Alarmed, CrashesByChance, DiesInSteps, ForkShyEnv, Obstructed, filling
+from fault_envs import Alarmed, CrashesByChance, DiesInSteps, FirstOneHangs, ForkShyEnv, Obstructed, filling
 
 from invariants.faces import Face, assert_as_without_losses, counts
 from kit import (
@@ -30,7 +30,7 @@ from kit import (
 from kit.process_table import alive
 from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
-from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv._engine.processes.launcher import Launch
 from multienv._engine.recovery import checkpoint
 from multienv.errors import ClosedError, UsageError, WorkerLostError
@@ -142,6 +142,19 @@ def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_p
         told = ours.statistics()[0]
     assert told.truncated_recoveries == 0
     assert told.losses > 0
+
+
+def test_a_hang_that_a_copy_repeats_is_not_poison_before_a_new_process_was_tried(tmp_path: Path) -> None:
+    rungs, env_fn = Rungs(), partial(FirstOneHangs, str(tmp_path / "mark"))
+    with SubprocessEnv(env_fn, restart=OFTEN, deadlines=Deadlines(step=2.0), hooks=[rungs], reports="") as env:
+        env.reset(seed=0)
+        found, told = steps(env, 40), env.statistics()
+    plain = ENDLESS()
+    plain.reset(seed=0)
+    assert first_difference(found, steps(plain, 40)) is None
+    assert told.losses == 2
+    assert rungs.seen == ["snapshot", "journal"]
+    assert rungs.recoveries[-1].outcome == "exact"
 
 
 @pytest.mark.parametrize(("crashes", "method"), [((25, 28, 30), "snapshot"), ((25, 26, 27), "journal")])

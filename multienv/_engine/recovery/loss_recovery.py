@@ -112,7 +112,7 @@ class LossRecovery:
         self.loss = reporter.report_loss(gone, state.command, slot, pending.limit, entry)
         self.progress, self._lost, self._snapshot_number = progress, lost, usable_snapshot(gone, lost, position.number)
         self._recoverer, self._reporter, self._position = recoverer, reporter, position
-        is_past = self.long_past and gone.cause == "died"
+        is_past = self.long_past and gone.cause in ("died", "hung")
         self.event = Lost(gone.cause, slot, gone.is_from_outside, what_happened(self.loss), is_past, progress.tries)
 
     def recover(self) -> tuple[Revived, Recovered] | tuple[None, NotRecovered]:
