@@ -80,7 +80,9 @@ def test_a_seeded_script_gives_the_same_run_each_time(kind: str) -> None:
     assert seeded(3, worker_seed=8) == seeded(4, worker_seed=8)
     assert set(seeded(3, worker_seed=8)).isdisjoint(first)
     random.random()
-    assert set(draws_of_workers(kind, "forkserver", 2)).isdisjoint(first)
+    again = draws_of_workers(kind, "forkserver", 2)
+    assert set(again).isdisjoint(first)
+    assert [of_numpy for _, of_numpy in again] == [of_numpy for _, of_numpy in first], "nothing else need be seeded"
 
 
 def test_a_new_life_of_the_envs_is_the_same_in_each_run_too() -> None:

@@ -1611,7 +1611,7 @@ MUTANTS = [
         10,
         "process_seeds:seeds_of_trainer",
         """
-        while (origin, number) in _living:
+        while (of_random, number) in _living or (of_numpy, number) in _living:
             number += 1
         """,
         "",
@@ -1620,7 +1620,7 @@ MUTANTS = [
         "The seeds of workers do not depend on the trainer's generators.",
         10,
         "process_seeds:seeds_of_trainer",
-        "blake2b(pickle.dumps(state_of_process()), digest_size=16)",
+        "blake2b(pickle.dumps(state), digest_size=16)",
         "blake2b(b'', digest_size=16)",
     ),
     Mutant(

@@ -27,19 +27,22 @@ class ProcessSeeds:
 
 
 _lock = threading.Lock()
-# Of the workers that live: the state that their seeds were derived from, and a number, counted up from 0.
+# Of the workers that live: the state that a seed of theirs was derived from, and a number, counted up from 0.
 _living: weakref.WeakValueDictionary[tuple[int, int], ProcessSeeds] = weakref.WeakValueDictionary()
 
 
 def seeds_of_trainer() -> ProcessSeeds:
-    """Return seeds that are derived from ``random`` and ``numpy.random`` as they stand, for one more worker.
+    """Return seeds for one more worker, each derived from the trainer's generator of that kind as it stands.
 
-    Workers that live already are counted, so that each has seeds of its own.
+    So that of ``numpy.random`` is the same each time if a script seeds nothing else. Workers that live already are
+    counted, so that each has seeds of its own.
     """
-    origin = int.from_bytes(blake2b(pickle.dumps(state_of_process()), digest_size=16).digest(), "little")
+    digests = [blake2b(pickle.dumps(state), digest_size=16).digest() for state in state_of_process()]
+    of_random, of_numpy = [int.from_bytes(digest, "little") for digest in digests]
     with _lock:
         number = 0
-        while (origin, number) in _living:
+        while (of_random, number) in _living or (of_numpy, number) in _living:
             number += 1
-        found = _living[origin, number] = ProcessSeeds(seeds_from(origin, number))
+        found = ProcessSeeds((seeds_from(of_random, number)[0], seeds_from(of_numpy, number)[1]))
+        _living[of_random, number] = _living[of_numpy, number] = found
     return found
