@@ -33,6 +33,7 @@ from multienv.config import takes_options_of
 from multienv.envs.subprocess_env import SubprocessEnv
 from multienv.errors import UsageError, first_line
 from multienv.events import Event, Loss, Recovery, Recycled
+from multienv.vector.batching import deal
 from multienv.vector.vector_env import SubprocessVectorEnv
 
 logger = logging.getLogger("multienv")
@@ -101,7 +102,8 @@ def replace_vector_envs(
     Raises:
         UsageError: An option makes no sense.
     """
-    Workers(Processes, **options)  # raises
+    deal(1, envs_per_worker, 1)  # both raise
+    Workers(Processes, **options)
     kinds = [kind for kind in _KINDS if serial or not kind.serial]
     return ReplacedVectorEnvs(kinds, dict(options), envs_per_worker, single=single)
 
@@ -185,7 +187,9 @@ class ReplacedVectorEnvs:
             forks = [given.pop(name) and name for name in ("context", "start_method") if given.get(name) == "fork"]
             given["env_fns"] = env_fns = list(given["env_fns"])
             if kind.serial and any(_returns_existing_env(env_fn) for env_fn in env_fns):
-                raise UsageError("It is given an env that exists already, which cannot move to a worker.")
+                raise UsageError(
+                    "It is given an env that exists already, which cannot move to a worker (see --single)."
+                )
             ours.__init__(made, **given, envs_per_worker=self._envs_per_worker, **self._options)
             self._made.append(made.num_envs)
             for name in forks:

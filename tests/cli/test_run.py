@@ -282,6 +282,7 @@ def test_script_with_an_error_in_its_syntax_shows_that_alone(tmp_path: Path) -> 
         (["--max-rss", "much", __file__], "--max-rss much: give a size such as 2GiB or 500MiB."),
         (["--max-rss", "2", __file__], "counts bytes"),
         (["--step-deadline", "-1", __file__], "Deadlines.step is -1.0"),
+        (["--envs-per-worker", "-1", __file__], "envs_per_worker is -1"),
         (["--no-such-option", __file__], "no such option"),
     ],
 )

@@ -257,7 +257,8 @@ class Reporter:
         what = "being moved to a new process" if progress.planned else "being recovered"
         seconds = time.monotonic() - progress.began
         verb = "are" if len(self.envs) > 1 else "is"
-        logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
+        attempt = f", attempt {progress.attempts}" if progress.attempts > 1 else ""
+        logger.warning("%s %s %s, %.0f s so far%s: %s.", self.name, verb, what, seconds, attempt, doing)
 
     def report_outcome(self, loss: Loss, outcome: Outcome, reason: str, progress: RecoveryProgress) -> None:
         """Report the outcome of a loss; when the call is done, a warning describes both, or counts it with its kind."""
