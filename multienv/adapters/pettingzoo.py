@@ -145,7 +145,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         Returns:
             Observations and infos by agent.
         """
-        return self._outcome(self._built().reset(seed=seed, options=options))  # type: ignore[no-any-return]
+        self.agents, self._last, self._spaces_of_others, outcome = self._built().reset(seed=seed, options=options)  # type: ignore[misc]
+        return outcome  # type: ignore[no-any-return]
 
     def reset_async(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect the result with :meth:`reset_wait`."""
@@ -153,7 +154,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
         """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        return self._outcome(self._env.reset_wait(timeout))  # type: ignore[no-any-return]
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.reset_wait(timeout)  # type: ignore[misc]
+        return outcome  # type: ignore[no-any-return]
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Take one step.
@@ -170,7 +172,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        return self._outcome(self._env.step(actions))  # type: ignore[no-any-return]
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.step(actions)  # type: ignore[misc]
+        return outcome  # type: ignore[no-any-return]
 
     def step_async(self, actions: dict[Any, Any]) -> None:
         """Send a step; collect the result with :meth:`step_wait`."""
@@ -178,7 +181,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect the result of the step. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        return self._outcome(self._env.step_wait(timeout))  # type: ignore[no-any-return]
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.step_wait(timeout)  # type: ignore[misc]
+        return outcome  # type: ignore[no-any-return]
 
     def render(self) -> Any:
         """Render the env and return the result of its ``render``."""
@@ -274,11 +278,6 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             found = self._ask("observation_space", agent), self._ask("action_space", agent)
             self._spaces_of_others[agent] = found
         return found
-
-    def _outcome(self, converted: Any) -> Any:
-        """Keep what :meth:`_converted` returned beside the outcome of a step or reset, and return the outcome."""
-        self.agents, self._last, self._spaces_of_others, outcome = converted
-        return outcome
 
     def _converted(self, answer: Any, resumed: bool) -> tuple[list[Any], bytes, dict[Any, tuple[Any, Any]], Any]:
         """Return agents, last transition and spaces after an answer, which the caller stores, and what it then returns.
