@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import os
@@ -66,9 +67,12 @@ def statistics_of(env: Any) -> Any:
 
 
 def kill_worker(env: Any) -> None:
+    """Kill the worker, unless it has ended already, with its monitor."""
     pid = statistics_of(env).pid
-    os.kill(pid, signal.SIGKILL)
-    assert becomes_true(lambda: not is_alive(pid))
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        assert becomes_true(lambda: not is_alive(pid))
 
 
 def digest(play: Play) -> str:
